@@ -96,7 +96,7 @@ def create_app(
     async def health() -> JSONResponse:
         try:
             service = host.service
-            if service.refusal is not None:
+            if service.refusal is not None and not host.is_resting:
                 raise service.refusal.with_traceback(None)
         except ServiceError as reason:
             status = 200 if reason.health == "no model" else 503

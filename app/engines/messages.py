@@ -206,32 +206,6 @@ class Logged:
     attributes: Mapping[str, Any]
 
 
-class EngineLink(Protocol):
-    """An engine that works beside the event loop."""
-
-    facts: EngineFacts
-
-    @property
-    def is_process(self) -> bool:
-        """True: it has a process of its own, which can be ended at any time and started anew."""
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds of silence with work until it counts as hung; None: no limit."""
-
-    def start(self, receive: Receiver) -> None:
-        """Begin to work; events go to `receive`, `Ended` being the last one."""
-
-    def send(self, command: Command) -> None:
-        """Have a command carried out, between two iterations; does nothing once the engine has ended."""
-
-    def kill(self, reason: str) -> None:
-        """End its process at once with this reason; has no effect on a thread."""
-
-    def close(self) -> None:
-        """Free weights and caches after `Stop`; a thread that still runs keeps them."""
-
-
 def portable(error: Exception) -> Exception:
     """Return an error that can be pickled: itself, or its name and text."""
     bare = error.with_traceback(None)

@@ -42,9 +42,9 @@ _PROGRAM = "from neo_desktop.app.engines.child import main; main()"
 
 
 class EngineProcess:
-    """An `EngineLink` to a process, made by `load`."""
+    """A way to an engine that works in a process, made by `load`."""
 
-    is_process = True
+    is_process = True  # it can be ended at any time and started anew
     facts: msg.EngineFacts
 
     def __init__(self, make: msg.EngineMaker) -> None:
@@ -98,24 +98,29 @@ class EngineProcess:
 
     @property
     def timeout_s(self) -> float | None:
+        """Seconds of silence with work until it counts as hung; None: no limit."""
         return TIMEOUT_S[self.facts.stats.device]
 
     def start(self, receive: msg.Receiver) -> None:
+        """Begin to work; events go to `receive`, `Ended` being the last one."""
         with self._lock:
             while not self._early.empty():
                 receive([self._early.get()])
             self._receive = receive
 
     def send(self, command: msg.Command) -> None:
+        """Have a command carried out, between two iterations; does nothing once the engine has ended."""
         self._commands.put(command)
 
     def kill(self, reason: str) -> None:
+        """End the process at once with this reason."""
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
                 os.killpg(self._process.pid, signal.SIGKILL)  # its group, with all that it started
 
     def close(self) -> None:
+        """Free weights and caches after `Stop`."""
         self.send(msg.Stop())
         try:
             self._process.wait(CLOSE_S if self._is_over.is_set() else EXIT_S)

@@ -94,7 +94,7 @@ class ModelHost:
 
     @property
     def service(self) -> EngineService:
-        """The service of the loaded model; also of a resting one, which requests bring back. NoModelError."""
+        """The service of the loaded model, or of a resting one; NoModelError."""
         loading = self.loading
         if self._service is not None:
             return self._service
@@ -109,6 +109,14 @@ class ModelHost:
         if self._is_gone and self.error is not None:
             raise errors.EngineGoneError(self.error)
         raise errors.NoModelError(f"{self.error} ({NO_MODEL})" if self.error else NO_MODEL)
+
+    async def ready(self) -> EngineService:
+        """Return the service of the loaded model, for a request; a resting model is loaded first."""
+        if self.is_resting:
+            assert self.name is not None
+            task = self._task or self.begin(self.name)
+            await asyncio.shield(task)  # one caller may leave; the others still want the model
+        return self.service
 
     @property
     def has_service(self) -> bool:
@@ -166,26 +174,9 @@ class ModelHost:
             if service is None or service.idle_since_s is None or self.is_resting or self._load is None:
                 return
             self.is_resting = True
-            await service.stop(
-                "the model was unloaded, since nobody used it: try again",
-                timeout_s=None,
-                successor=partial(self._wake, service.model_name),
-            )
+            await service.stop("the model was unloaded, since nobody used it: try again", timeout_s=None)
             await asyncio.to_thread(_release, service)
         self._tell()
-
-    async def _wake(self, model_name: str) -> EngineService:
-        """Bring back the model that rests, and return its service."""
-        if self.is_resting and self._task is None:
-            assert self.name is not None
-            self.begin(self.name)
-        if self._task is not None:
-            # One caller may leave; the others still want the model.
-            await asyncio.shield(self._task)
-        service = self.service
-        if service.model_name != model_name:
-            raise errors.ServiceStoppedError(f"{model_name} was unloaded to make room for another model")
-        return service
 
     def _begin(self, loading: Loading, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.error, self._is_gone = None, False

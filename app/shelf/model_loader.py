@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import torch
 
-from neo_desktop.app.engines.messages import EngineLink, EngineMaker
+from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.engines.service import EngineLink, EngineService
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp

@@ -146,10 +146,8 @@ def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
 ) -> None:
     """Stop strings apply after the end of the thought only."""
     engine = make_engine(executor, num_blocks=512, template="<assistant><think>")
-    question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
-    answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
-    chat = {"title": "", "created_s": 1, "updated_s": 1, "leaf": 1, "messages": [question, answer]}
-    file = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    answer = message("assistant", "a", id="b", text=text, thought=thought, state="cut")
+    file = json.dumps(chats_file(message("user", text="one"), answer, leaf_id="b"))
     with running(engine, data_folder=tmp_path) as server:
         chats = ChatClient(server.url)
         (chat_id,) = chats.call("add", file)

@@ -15,7 +15,7 @@ from pypdf import PdfWriter
 from neo_desktop.app.chats import attachments
 from neo_desktop.app.errors import ApiError
 
-from .chat_client import ChatClient, RefusedError
+from .chat_client import ChatClient, RefusedError, chats_file, message
 from .conftest import running
 from .fake_engine import FakeExecutor, make_engine
 
@@ -89,17 +89,6 @@ def test_markdown_shows_the_branch_that_is_shown(chats: ChatClient) -> None:
     answer = chats.answered(chat_id, "shown")
     text = chats.call("export", chat_id, as_markdown=True)
     assert text == f"# hidden\n\n## Question\n\nshown\n\n## Answer (alphabet)\n\n{answer['text']}\n"
-
-
-def chats_file(*messages: dict[str, Any], leaf_id: str | None = None, **parts: Any) -> dict[str, Any]:
-    entry = {"id": "c", "title": "t", "created_s": 1.0, "updated_s": 1.0, **parts.pop("entry", {})}
-    chat = {"entry": entry, "settings": {}, "leaf_id": leaf_id, "messages": messages, **parts}
-    return {"format": "neo-desktop chats", "version": 1, "chats": [chat]}
-
-
-def message(role: str, parent_id: str | None = None, **fields: Any) -> dict[str, Any]:
-    same = {"id": "a", "chat_id": "c", "created_s": 1.0, "text": "x"}
-    return same | {"role": role, "parent_id": parent_id, **fields}
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,7 @@ def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
     requests = [request(0, GPU), request(1, CPU), request(2, KVTier.worker(1)), request(3, KVTier.worker(1))]
     view = make_view(requests, workers=WORKERS)
     assert sentence(view).startswith(
-        "4 chats at once: 1 on the GPU, 1 in main memory, where the CPU attends, "
-        "2 on workers, which attend."
+        "4 chats at once: 1 on the GPU, 1 in main memory, where the CPU attends, 2 on workers, which attend."
     )
     assert notes(view) == [
         "worker-1 at 10.0.0.2:7455 attends for 2 chats; it has room for 1,024 tokens.",
