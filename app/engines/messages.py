@@ -80,7 +80,7 @@ EngineMaker = Callable[[Progress], ServedEngine]  # for a process it must be som
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue prompts, which have been checked; if the engine cannot take them all the same: `Refused`."""
+    """Queue prompts, which have been checked."""
 
     request_ids: Sequence[str]
     prepared: Sequence[PreparedRequest]
@@ -133,23 +133,12 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Requests that were not queued, by a defect."""
+class Gained:
+    """What requests gained, and the engine's figures."""
 
-    request_ids: Sequence[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
     outputs: Sequence[RequestOutput]
-    seconds: float
     stats: EngineStats
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    stats: EngineStats
+    seconds: float | None = None  # of the iteration; None: commands were carried out
 
 
 class EngineCrashError(RuntimeError):
@@ -169,7 +158,7 @@ class Ended:
     signal: str | None = None  # of its own code, that ended its process
 
 
-Event = Answered | Refused | Stepped | Status | Ended
+Event = Answered | Gained | Ended
 Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engine's
 
 

@@ -73,7 +73,6 @@ class EngineService:
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
         self._generations: dict[str, Generation] = {}  # request_id -> whose it is
-        self._queued: set[tuple[str, int]] = set()  # (request_id, choice) without a first token
         self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
         self._num_heard = 0  # events of the engine's so far
         self._watch: asyncio.Task[None] | None = None
@@ -125,7 +124,7 @@ class EngineService:
     @property
     def num_queued(self) -> int:
         """Outputs that wait for their first token."""
-        return len(self._queued)
+        return sum(generation.num_queued for generation in set(self._generations.values()))
 
     async def render_chat(
         self,
@@ -181,18 +180,16 @@ class EngineService:
                 f"{num_outputs} outputs at once are more than the {most} that may wait: "
                 "send fewer prompts per request or lower n"
             )
-        if len(self._queued) + num_outputs > most:
+        if self.num_queued + num_outputs > most:
             raise errors.ServiceBusyError(
-                f"{len(self._queued)} requests are waiting already, at most {most} may: try again later"
+                f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
             )
         request_ids = [str(next(self._ordinals)) for _ in prompts]
         generation = Generation(request_ids, params.n, self._close)
         if self._limits.request_timeout_s is not None:
             generation.limit_time(self._limits.request_timeout_s)
-        self.metrics.arrived(request_ids)
         self._generations |= dict.fromkeys(request_ids, generation)
         self.idle_since_s = None
-        self._queued |= _choices(generation)
         try:
             prepare = partial(
                 self._input_processor.prepare,
@@ -234,9 +231,7 @@ class EngineService:
         ]
 
     def _close(self, generation: Generation) -> None:
-        self._queued -= _choices(generation)
         for request_id in generation.request_ids:
-            self.metrics.left(request_id, generation.n)
             if self._generations.pop(request_id, None) is not None:
                 self._link.send(msg.Abort(request_id))
         if not self._generations:
@@ -266,24 +261,17 @@ class EngineService:
         else:
             asked.set_exception(answer.error)
 
-    def _book(self, event: msg.Stepped | msg.Status) -> None:
+    def _book(self, event: msg.Gained) -> None:
         self._num_heard += 1
         self.stats = event.stats
-        if isinstance(event, msg.Stepped):
+        if event.seconds is not None:
             self.metrics.iteration(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)
         if generation is not None:  # otherwise closed while the iteration ran
-            self._queued.discard((output.request_id, output.choice))
-            self.metrics.gained(output)
+            self.metrics.gained(generation, output)
             generation.put(output)
-
-    def _give_up(self, event: msg.Refused) -> None:
-        found = {self._generations.get(request_id) for request_id in event.request_ids}
-        for generation in found - {None}:
-            assert generation is not None
-            generation.give_up(errors.EngineFailedError(event.reason))
 
     def _refuse_all(self, reason: errors.ServiceError) -> None:
         """End all generations, and every later one, for this reason."""
@@ -325,19 +313,11 @@ class EngineService:
 
     def _calls(self, event: msg.Event) -> Iterator[Call]:
         match event:
-            case msg.Stepped():
+            case msg.Gained():
                 yield partial(self._book, event)
                 for output in event.outputs:
                     yield partial(self._deliver, output)
-            case msg.Status():
-                yield partial(self._book, event)
             case msg.Answered():
                 yield partial(self._answer, event)
-            case msg.Refused():
-                yield partial(self._give_up, event)
             case msg.Ended():
                 yield partial(self._end, event.reason)
-
-
-def _choices(generation: Generation) -> set[tuple[str, int]]:
-    return set(itertools.product(generation.request_ids, range(generation.n)))

@@ -1,7 +1,5 @@
 """The fit of a model in this computer's memory, and the room for chats, by the engine's own rules."""
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
@@ -38,7 +36,6 @@ class Fit:
     dtype: str  # of weights and KV
     weights_bytes: int  # over every rank
     host_weights_bytes: int  # that a GPU has no room for
-    resident_shares: Mapping[str, float]  # "qkv" -> the share of its rows on the GPU; empty: 1
     weights_become: str  # the form in memory: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
@@ -176,7 +173,6 @@ class _Loading:
             dtype=dtype_name,
             weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form),
             host_weights_bytes=0 if plan is None else plan.host_bytes,
-            resident_shares={} if plan is None else _resident_shares(self.config, plan),
             weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
             kv_bytes_per_1000_tokens=1000 * self.rank.count * self.config.kv_bytes_per_token(self.dtype),
             gpu_tokens=tokens["gpu"],
@@ -197,13 +193,3 @@ def _rates(figures: MachineFigures | str) -> Rates:
         gpu = get_gpu("rtx-3060")
         return machine_rates(gpu, get_host(gpu.host))
     return machine_rates(figures.gpu, figures.host)
-
-
-def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
-    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for name, matrix in config.each_matrix():
-        if name in plan.resident_rows:
-            of_kind = rows[".".join(part for part in name.split(".") if not part.isdigit())]
-            of_kind[0] += plan.resident_rows[name]
-            of_kind[1] += matrix.rows
-    return {kind: resident / count for kind, (resident, count) in rows.items()}

@@ -16,7 +16,7 @@ from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 
-from .chat_client import ChatClient, RefusedError, install
+from .chat_client import ChatClient, RefusedError, chats_file, install, message
 from .conftest import RunningServer, eventually, is_idle, running, served
 from .fake_engine import MODEL, FakeExecutor, make_engine
 

@@ -98,15 +98,12 @@ def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
     found = of_gpu(8, 64, known=known)
     assert found.reason is None
     assert 0.4 < found.host_weights_bytes / found.weights_bytes < 0.8
-    assert set(found.resident_shares) == {"qkv", "output", "gate_up", "down"}
-    assert all(0 < share < 1 for share in found.resident_shares.values())
     assert found.chats > 0
     assert found.speed is not None
     rows = dict(fit_facts(found))
     assert "in host memory, computed by CPU and GPU together" in rows["Weights"]
-    assert "% of gate_up" in rows["On the GPU"]
     with_room = of_gpu(24, 64, known=known)
-    assert (with_room.host_weights_bytes, with_room.resident_shares) == (0, {})
+    assert with_room.host_weights_bytes == 0
     assert with_room.speed is not None
     # CPU and bus together read the weights in host memory; the GPU reads faster.
     assert 41e9 / found.host_weights_bytes * 0.7 < found.speed.one_chat_tokens_per_s

@@ -17,7 +17,6 @@ from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
-from neo_desktop.app.llamacpp.trial import try_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
@@ -239,17 +238,6 @@ def test_a_build_that_crashes_is_said(
     loader = ModelLoader(Catalogue([file.parent], model=str(file)), CPU)
     with pytest.raises(RuntimeError, match=rf"crashed \({name}\).*Trying.*-DGGML_NATIVE=OFF"):
         loader("strange", nothing)
-
-
-def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = try_llamacpp()
-    assert outcome is not None
-    assert outcome.is_ok, outcome.reason
-    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.SIGSEGV)))
-    outcome = try_llamacpp()
-    assert outcome is not None
-    assert outcome.has_failed
-    assert "Q4_1: llama.cpp crashed (SIGSEGV)" in (outcome.reason or "")
 
 
 @pytest.mark.parametrize(
