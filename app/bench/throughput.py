@@ -50,7 +50,7 @@ MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
-_SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
+_SECONDS = 40.0  # for all runs together, if the number of requests is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class _Suite:
         pilot = replace(self.workload, requests=requests[:_PILOT_REQUESTS])
         prompts = pilot.prompts(-1, self.vocab_size)
         seconds = run(self.policies[0].engine, prompts, pilot.params(), lambda share: None).seconds
-        wanted_s = self.options.seconds or (_QUICK_SECONDS if self.options.is_quick else _SECONDS)
+        wanted_s = self.options.seconds or _SECONDS
         count = round(wanted_s / self.num_runs / (seconds / len(pilot.requests)))
         self.workload = replace(self.workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 

@@ -34,7 +34,7 @@ def simulate(
         from neo_desktop.app.simulate.machine import PUBLISHED
         from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 
-        for flag, names in {"--gpu": GPUS, "--cpu": HOSTS, "--model": PUBLISHED}.items():
+        for flag, names in (("--gpu", list(GPUS)), ("--cpu", list(HOSTS)), ("--model", list(PUBLISHED))):
             stdout.print(f"[bold]{flag}[/]: {', '.join(names)}", highlight=False)
         return
     from neo_desktop.app.simulate.run import run_simulation

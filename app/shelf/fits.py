@@ -49,25 +49,16 @@ class Fit:
     speed_reason: str | None  # why there is none
 
 
-def fit(
-    config: ModelConfig,
-    options: EngineOptions,
-    free: FreeMemory,
-    figures: MachineFigures | str,
-    stored: WeightFormat = DENSE,
-) -> Fit:
-    """Predict the memory and the speed of a model.
+class Fitting:
+    """Predicts the memory and the speed of a model.
+
+    Parts are those of one rank: a GPU of its own, and its share of the host's memory.
 
     Args:
         free: memory, with no model loaded.
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
     """
-    return _Loading(config, options, free, figures, stored).fit()
-
-
-class _Loading:
-    """One rank's part of a model in memory: a GPU of its own, and its share of the host's memory."""
 
     def __init__(
         self,
@@ -75,7 +66,7 @@ class _Loading:
         options: EngineOptions,
         free: FreeMemory,
         figures: MachineFigures | str,
-        stored: WeightFormat,
+        stored: WeightFormat = DENSE,
     ) -> None:
         self.whole, self.options, self.figures, self.stored = whole, options, figures, stored
         self.device = device = choose_device(options.device)
