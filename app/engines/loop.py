@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from neo_desktop.app.engines import messages as msg
-from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
+from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,7 @@ class EngineLoop:
 
 def _ended(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or type(error).__name__
-    if is_device_lost(error):
+    if is_lost(error):
         # The advice is left out: the caller knows what happens next, and says it.
         return f"the engine stopped: {said.partition(ADVICE)[0]}"
-    if is_lost(error):
-        return f"the engine stopped: {said}"
     return f"the engine stopped because of an internal error ({said})"
