@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neo_desktop.app.engines.loop import EngineLoop
-from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
+from neo_desktop.app.engines.messages import EngineFacts, Logged, Progressed, portable
 from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
@@ -80,7 +80,7 @@ def _run(frames: Iterator[Any], writer: "_Events") -> None:
     except Exception as error:
         if not isinstance(error, ValueError | MemoryError | OSError | RuntimeError):
             logging.getLogger(__name__).exception("the model could not be loaded")
-        writer.put(LoadFailed(portable(error)))
+        writer.put(portable(error))
         os._exit(FAILED_STATUS)
     writer.put(EngineFacts.of(engine))
     loop = EngineLoop(engine, writer.put)

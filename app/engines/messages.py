@@ -134,7 +134,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    """What requests gained, and the engine's figures."""
+    """Tokens that requests gained, and the engine's figures."""
 
     outputs: Sequence[RequestOutput]
     stats: EngineStats
@@ -181,11 +181,6 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
         return cls(engine.stats(), *(getattr(engine, one.name) for one in fields(cls)[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    error: Exception
 
 
 @dataclass(frozen=True, slots=True)

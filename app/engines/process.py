@@ -144,8 +144,8 @@ class EngineProcess:
                 case msg.EngineFacts():
                     self.facts = event
                     return
-                case msg.LoadFailed():
-                    raise event.error
+                case Exception():
+                    raise event
                 case msg.Ended(reason, crash):
                     reason = reason or "the engine ended while the model was loaded"
                     if crash is not None:

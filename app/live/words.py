@@ -22,7 +22,7 @@ def sentence(view: LiveView) -> str:
     if num_waiting:
         parts.append(f"{_chats(num_waiting)} {'waits' if num_waiting == 1 else 'wait'} for room.")
     if behind := sum(request.is_held for request in view.requests):
-        parts.append(f"The CPU has more to do than fits beside the GPU's work: {behind} of them must wait.")
+        parts.append(f"The CPU has more to do than fits beside the GPU's work: {_chats(behind)} must wait.")
     return " ".join(parts)
 
 

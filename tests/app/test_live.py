@@ -112,7 +112,7 @@ def chats(gpu: int, cpu: int, held: int = 0) -> list[LiveRequest]:
             make_view(chats(2, 4, held=3), waiting=1),
             "6 chats at once: 2 on the GPU, 4 in main memory, where the CPU attends. "
             "GPU memory alone would hold 2. 1 chat waits for room. "
-            "The CPU has more to do than fits beside the GPU's work: 3 of them must wait.",
+            "The CPU has more to do than fits beside the GPU's work: 3 chats must wait.",
         ),
         (make_view(waiting=2), "2 chats wait for room."),
     ],
