@@ -177,13 +177,11 @@ def doctor(
 ) -> None:
     """Check everything that a model needs of this computer, and say what serves where something fails."""
     set_up_logging(debug)
-    from neo_desktop.app.commands.doctor_command import run_doctor
+    from neo_desktop.app.commands.doctor_command import run_doctor, run_measure
     from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.doctor.trials import Subject
 
     if measure:
-        from neo_desktop.app.commands.measure import run_measure
-
         with loading_bar("Loading weights") as progress:
             said, tables = run_measure(with_model(engine, model), progress, refresh=refresh)
         stdout.print(said, highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""The body of `neo-desktop doctor`: checks this computer, or shows what was found before."""
+"""The body of `neo-desktop doctor`: checks or measures this computer, or shows what was found before."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,11 @@ from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict
 from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.hardware import machine_info
+from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.progress import Progress, part
+from neo_desktop.engine.setup import MEASURING, set_up
 
 _COLOURS = {Result.OK: "green", Result.NO_MEMORY: "yellow"}  # others: red
 
@@ -132,3 +136,23 @@ def run_doctor(
         verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
         keep(verdict)
     return DoctorReport(verdict, is_kept)
+
+
+def run_measure(
+    options: EngineOptions, progress: Progress, *, refresh: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises.
+
+    Returns lines that say where the tables are, and the tables with their key.
+    """
+    parts = set_up(options, progress)
+    decoder, streams = parts.model.decoder, parts.model.streams
+    measuring = part(progress, 0.0, 1.0, MEASURING)
+    tables = load_or_profile(
+        decoder, parts.storage, parts.limits, measuring, streams=streams, refresh=refresh
+    )
+    key = profile_key(decoder, parts.storage, parts.limits, streams)
+    path = profile_path(key)
+    where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
+    lines = [f"{parts.model.name} on {where}, {key['dtype']}: the tables are in {path}.", streams.note]
+    return "\n".join(filter(None, lines)), {"key": key, "path": str(path), "tables": tables.to_json()}

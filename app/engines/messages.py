@@ -5,9 +5,9 @@ carry a ticket, and exactly one `Answered` with that ticket comes back, unless t
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Protocol
 
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
@@ -181,13 +181,6 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
         return cls(engine.stats(), *(getattr(engine, one.name) for one in fields(cls)[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """Something for this program's log, as attributes of a `logging.LogRecord`."""
-
-    attributes: Mapping[str, Any]
 
 
 def portable(error: Exception) -> Exception:

@@ -194,10 +194,9 @@ class EngineProcess:
             self._pass_on(what_ended(status) if reason is None else msg.Ended(reason))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, msg.Logged):
-            record = logging.makeLogRecord(dict(message.attributes))
-            if (target := logging.getLogger(record.name)).isEnabledFor(record.levelno):
-                target.handle(record)
+        if isinstance(message, logging.LogRecord):
+            if (target := logging.getLogger(message.name)).isEnabledFor(message.levelno):
+                target.handle(message)
         elif isinstance(message, list):
             if isinstance(message[-1], msg.Ended):
                 self._is_over.set()
