@@ -1,5 +1,6 @@
 """The composition root: builds the server of a model host out of its parts, and runs it."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
@@ -9,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from neo_desktop.app.api import docs_page
 from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
@@ -87,13 +87,16 @@ def create_app(
     app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
     api = create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases)
     app.mount("/v1", api)
-    docs_page.install(app, api)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return JSONResponse(await asyncio.to_thread(api.openapi))
 
     @app.get("/health")
     async def health() -> JSONResponse:
         try:
             service = host.service
-            if service.refusal is not None:
+            if service.refusal is not None and not host.is_resting:
                 raise service.refusal.with_traceback(None)
         except ServiceError as reason:
             status = 200 if reason.health == "no model" else 503

@@ -161,7 +161,8 @@ def doctor(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Show how long the parts of an iteration take; the first time, measure them."
+            "--measure",
+            help="Measure how long the parts of an iteration take, unless that is known; --json shows it.",
         ),
     ] = False,
     refresh: Annotated[
@@ -176,17 +177,15 @@ def doctor(
 ) -> None:
     """Check everything that a model needs of this computer, and say what serves where something fails."""
     set_up_logging(debug)
-    from neo_desktop.app.commands.doctor_command import run_doctor
+    from neo_desktop.app.commands.doctor_command import run_doctor, run_measure
     from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.doctor.trials import Subject
 
     if measure:
-        from neo_desktop.app.commands.measure import run_measure
-
         with loading_bar("Loading weights") as progress:
-            tables = run_measure(with_model(engine, model), progress, refresh=refresh)
-        tables.print(stdout)
-        opt.write_json(json_file, tables.to_json())
+            said, tables = run_measure(with_model(engine, model), progress, refresh=refresh)
+        stdout.print(said, highlight=False, soft_wrap=True, markup=False)
+        opt.write_json(json_file, tables)
         return
     for name in _OF_MEASURE:
         if getattr(engine, name) != getattr(EngineOptions(), name):

@@ -144,15 +144,3 @@ class EngineGoneError(NoModelError):
 
     kind = "engine_failed"
     health = "failed"
-
-
-class HostBusyError(ServiceError):
-    """Another model is being loaded."""
-
-    kind = "model_loading"
-
-
-class LoadFailedError(ServiceError):
-    """A model could not be loaded; the message has the reason."""
-
-    kind = "load_failed"

@@ -159,14 +159,17 @@ def open_long(browser: Any, url: str) -> tuple[float, float]:
     part = "A sentence with **bold**, `code` and a list:\n\n- one\n- two\n\n```python\nx = 1\n```\n\n" * 5
     messages = [
         {
-            "parent": n - 1 if n else None,
+            "id": str(n),
+            "chat_id": "",
+            "parent_id": str(n - 1) if n else None,
             "role": "assistant" if n % 2 else "user",
             "created_s": 1,
             "text": f"{n} {part}",
         }
         for n in range(300)
     ]
-    chat = {"title": "long", "created_s": 1, "updated_s": 1, "leaf": 299, "messages": messages}
+    entry = {"id": "", "title": "long", "created_s": 1, "updated_s": 1}
+    chat = {"entry": entry, "settings": {}, "leaf_id": "299", "messages": messages}
     body = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
     (chat_id,) = httpx.post(f"{url}/test", json=["add", [body], {}], trust_env=False).json()["result"]
     took_s, chosen_s = [], []

@@ -1,11 +1,10 @@
-"""The settings of a chat: system prompt with presets, and how tokens are drawn."""
+"""The settings of a chat: system prompt, and how tokens are drawn."""
 
-from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.chats.messages import Chat, NotPossibleError, Settings
+from neo_desktop.app.chats.messages import Chat, Settings
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
@@ -30,10 +29,6 @@ class SettingsView:
         self._chat = chat
         gr.Markdown("### Settings\nThey hold for this chat, from the next answer on.")
         self.prompt = gr.Textbox(label="System prompt", lines=4, placeholder="none", elem_id="system-prompt")
-        self.preset = gr.Dropdown(label="Preset", choices=[], allow_custom_value=True, elem_id="preset")
-        with gr.Row():
-            self.save = gr.Button("Save preset", size="sm")
-            self.forget = gr.Button("Delete preset", size="sm")
         self.numbers = [
             gr.Number(label=label, info=hint, value=None, precision=0 if is_whole else None, elem_id=name)
             for name, label, hint, is_whole in NUMBERS
@@ -52,10 +47,6 @@ class SettingsView:
         # Gradio's default drops a field that is left while the one before is being kept.
         gr.on(left, self.keep, [look, *shown], None, trigger_mode="always_last", **QUIET)
         self.reset.click(self.clear, [look], shown, **QUIET)
-        self.preset.focus(self.choices, None, [self.preset], **QUIET)
-        self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)
-        self.save.click(self.save_preset, [self.preset, self.prompt], [self.preset], **QUIET)
-        self.forget.click(self.save_preset, [self.preset], [self.preset], **QUIET)
 
     @staticmethod
     def values(settings: Settings) -> list[Any]:
@@ -83,26 +74,6 @@ class SettingsView:
                 self._chat.go(look, chat.entry.id)
             if chat.settings != settings:
                 await self._chat.chats.change(chat.entry.id, settings=settings)
-
-    async def choices(self) -> Any:
-        """Offer the presets that there are."""
-        return gr.update(choices=sorted(await self._chat.chats.presets()))
-
-    async def use(self, look: Look, name: str | None) -> Any:
-        """Take a preset's system prompt."""
-        text = (await self._chat.chats.presets()).get(name or "")
-        if text is None:
-            return gr.skip()
-        await self._set(look, replace(_settings(await self._chat.present(look)), system_prompt=text))
-        return text
-
-    async def save_preset(self, name: str | None, text: str = "") -> Any:
-        """Keep a system prompt under a name; an empty one forgets it."""
-        with telling():
-            if not name or not name.strip():
-                raise NotPossibleError("type the preset's name first")
-            await self._chat.chats.set_preset(name.strip()[:200], text)
-        return gr.update(choices=sorted(await self._chat.chats.presets()))
 
     def shown(self, chat: Chat | None) -> dict[Any, Any]:
         """Return what each component shows for a chat; a new chat has the model's own settings."""

@@ -1,7 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -217,7 +216,7 @@ def _blocks(answer: Answer) -> list[Json]:
     blocks = [_thinking(answer.thought)] if answer.thought else []
     blocks += [_text(answer.text)] if answer.text else []
     for call in answer.calls:
-        arguments = json.loads(complete_members(call.arguments))
+        arguments = complete_members(call.arguments) if call.arguments else {}
         blocks.append(_tool_use(call.call_id, call.name) | {"input": arguments})
     return blocks
 

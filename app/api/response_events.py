@@ -12,6 +12,7 @@ from neo_desktop.app.api.response_items import ResponseTools
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.outputs import Step, TokensUsed
+from neo_desktop.app.web.connection import event
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -60,10 +61,10 @@ class ResponseEvents:
         self._write_response("created")
         self._write_response("in_progress")
 
-    def take(self) -> list[Json]:
+    def take(self) -> bytes:
         """Return the events since the last call."""
         events, self._events = self._events, []
-        return events
+        return b"".join(event(body, body["type"]) for body in events)
 
     def add(self, step: Step) -> None:
         self._end = step.end
@@ -170,9 +171,8 @@ class ResponseEvents:
         self._write(kind, response=dict(self.response, output=list(self.response["output"])))
 
     def _write(self, kind: str, **fields: Any) -> None:
-        event = {"type": f"response.{kind}", "sequence_number": self._number} | fields
+        self._events.append({"type": f"response.{kind}", "sequence_number": self._number} | fields)
         self._number += 1
-        self._events.append(event)
 
 
 def _input_so_far(arguments: str) -> str | None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ from neo_desktop.app.generate.outputs import Outputs, begin
 from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import CHOICES, ToolChoice
-from neo_desktop.app.web.connection import EventStream, event
+from neo_desktop.app.web.connection import EventStream
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -257,20 +257,13 @@ async def _streamed(
     outputs: Outputs, events: ResponseEvents, keep: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Yield the response while it grows; an error is the last event."""
-
-    def written() -> Iterator[bytes]:
-        return (event(body, body["type"]) for body in events.take())
-
-    for one in written():
-        yield one
+    yield events.take()
     try:
         async for step in outputs:
             events.add(step)
-            for one in written():
-                yield one
+            yield events.take()
         events.end(outputs.usage)
         keep()
     except ApiError as error:
         events.fail(error)
-    for one in written():
-        yield one
+    yield events.take()

@@ -109,10 +109,10 @@ def create_api(
         known = anthropics_names if path.startswith("/messages") else names
 
         async def endpoint(body: Any) -> Response:
-            service = known.check(host.service, body.model)
+            known.check(host.service, body.model)
             if messages is not None and (num := len(getattr(body, messages))) > max_messages:
                 raise SettingError(messages, f"holds {num} messages, more than the limit of {max_messages}")
-            return await answer(service, body)
+            return await answer(known.check(await host.ready(), body.model), body)
 
         schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
         endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=shown)]

@@ -35,14 +35,13 @@ _CAPACITY_SHARE = 0.2  # of a policy's progress
 class Usual(NamedTuple):
     tokens: tuple[int, int]  # in and out of a synthetic request
     seconds: float  # in which the requests of a rate come
-    load_shares: tuple[float, ...]  # rates, as shares of the capacity
 
 
-USUAL = Usual((256, 64), 6.0, (0.25, 0.5, 0.75, 0.9, 1.1))
-QUICK = {  # a CPU alone takes a second for a hundred tokens of a prompt
-    "cuda": Usual((256, 64), 3.0, (0.5, 0.75, 1.0)),
-    "cpu": Usual((96, 32), 8.0, (0.5, 0.75, 1.0)),
+USUAL = {  # a CPU alone takes a second for a hundred tokens of a prompt
+    "cuda": Usual((256, 64), 3.0),
+    "cpu": Usual((96, 32), 8.0),
 }
+LOAD_SHARES = (0.5, 0.75, 1.0)  # rates, as shares of the capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +234,9 @@ def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[Work
 
 
 def usual(options: BenchOptions) -> Usual:
-    found = QUICK[choose_device(options.device).type] if options.is_quick else USUAL
+    found = USUAL[choose_device(options.device).type]
     tokens = options.input_tokens or found.tokens[0], options.output_tokens or found.tokens[1]
-    return found._replace(tokens=tokens, seconds=options.seconds or found.seconds)
+    return Usual(tokens, options.seconds or found.seconds)
 
 
 def run_load(options: BenchOptions, progress: Progress) -> Iterator[LoadReport]:
@@ -311,7 +310,7 @@ class _Measurement:
         yield curve
         per_s = capacity.metrics.finished_per_s
         rates = [(point.title, point.rate_per_s) for point in points] or [
-            (f"{number(share * per_s)} ({share:.0%})", share * per_s) for share in self.settings.load_shares
+            (f"{number(share * per_s)} ({share:.0%})", share * per_s) for share in LOAD_SHARES
         ]
         for done, (title, rate) in enumerate(rates):
             start = _CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * done / len(rates)

@@ -25,7 +25,7 @@ class Suite(StrEnum):
 class HardwareOptions:
     """The measurements of the suite hardware, their memory and their time."""
 
-    seconds: float = 45.0  # for all repetitions together; each measurement is made three times at least
+    seconds: float = 15.0  # for all repetitions together; each measurement is made three times at least
     threads: tuple[int, ...] = ()  # of host measurements; empty: 1, 2, 4, ... and all usable cores
     memory_bytes: int | None = None  # read on the host; None: beyond its caches
     cpu_matrix_size: int = 2048  # rows and columns
@@ -59,7 +59,6 @@ class BenchOptions(EngineOptions):
         _requests("--requests", min=1, help="Number of requests. Default: as many as the time allows."),
     ] = None
     repeats: Annotated[int, _requests(min=1, help="Timed runs of each policy in the suite throughput.")] = 3
-    is_quick: bool = False  # a whole self-test in a few minutes
     seconds: float | None = None  # per suite, if the number of requests is free; None: its own
     drain_seconds: float | None = None  # for open requests at the end; None: enough for five in a row
     hardware: HardwareOptions = field(default_factory=HardwareOptions)

@@ -23,12 +23,9 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.shapes import shape
 
-_QUICK_SECONDS = 15.0  # of the suite hardware
-
 
 def _hardware(options: BenchOptions, progress: Progress) -> Iterator[AnySuiteReport]:
-    seconds = _QUICK_SECONDS if options.is_quick else options.hardware.seconds
-    return run_hardware(replace(options.hardware, gpu_slice=options.gpu_slice, seconds=seconds), progress)
+    return run_hardware(replace(options.hardware, gpu_slice=options.gpu_slice), progress)
 
 
 SUITES: dict[str, Callable[[BenchOptions, Progress], Iterator[AnySuiteReport]]] = {

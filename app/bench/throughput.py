@@ -31,7 +31,6 @@ from neo_desktop.app.bench.workload import (
 )
 from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS
 from neo_desktop.engine.loading import choose_device, load
@@ -51,7 +50,7 @@ MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
-_SECONDS, _QUICK_SECONDS = 60.0, 40.0  # for all runs together, if the number of requests is free
+_SECONDS = 40.0  # for all runs together, if the number of requests is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +61,6 @@ class PolicyResult:
     output_tokens_per_s: float
     ttft_p50_ms: float | None  # over the requests of every turn; None: no request got a token
     tpot_p50_ms: float | None  # the same, over requests with more than one token
-    tokens_per_iteration: float  # output tokens: the mean batch of decodes
-    cpu_decode_share: float  # output tokens whose attention the CPU computed
-    double_iteration_share: float  # iterations with two sub-batches
-    outside_ms: float  # between two iterations, when nothing is computed: planning, bookkeeping; the mean
-    num_preemptions: float
-    device_busy_share: float  # of the time, over all turns
-    cpu_busy_share: float  # with decode attention
-    overlap_share: float  # of the time: both at once
     bound_output_tokens_per_s: float  # the policy's limit on this machine
     comparison: Comparison  # with the answers of the first policy
     errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
@@ -91,19 +82,6 @@ class PolicyResult:
     def label(self) -> str:
         pace = "" if self.tpot_p50_ms is None else f", {number(self.tpot_p50_ms)} ms"
         return number(self.output_tokens_per_s) + pace
-
-
-_INSIDES = {
-    "policy": "policy",
-    "batch": "tokens_per_iteration:.1f",
-    "on CPU": "cpu_decode_share:.0%",
-    "two sub-batches": "double_iteration_share:.0%",
-    "GPU busy": "device_busy_share:.0%",
-    "CPU busy": "cpu_busy_share:.0%",
-    "both": "overlap_share:.0%",
-    "outside ms": "outside_ms",
-    "preempted": "num_preemptions:.0f",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +141,6 @@ class ThroughputReport:
             "of limit": "bound_share:.0%",
             "answers": "answers",
         }
-        tables = (
-            Table.of("Speed", self.policies, speeds),
-            Table.of("What the engine did", self.policies, _INSIDES),
-        )
         title, summary, *notes = say("throughput", report=self, baseline=BASELINE)
         shown = (
             "Output tokens per second by policy, and ms per token of each chat. The line across is the "
@@ -174,7 +148,8 @@ class ThroughputReport:
         )
         rows = [(each.policy, each.output_tokens_per_s, each.label) for each in self.policies]
         picture = bars(rows, [each.bound_output_tokens_per_s for each in self.policies])
-        return Section(title, summary, tables, (Plot(shown, picture),), tuple(notes))
+        speed = Table.of("Speed", self.policies, speeds)
+        return Section(title, summary, (speed,), (Plot(shown, picture),), tuple(notes))
 
 
 def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
@@ -191,12 +166,10 @@ def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:
 class _Policy:
     name: str
     parts: EngineParts
-    timeline: Timeline
     engine: Engine
     answers: tuple[Answer, ...] = ()
     comparison: Comparison = field(default_factory=lambda: Comparison(0, 0, 0))
     runs: list[Run] = field(default_factory=list)
-    shares: list[tuple[float, float, float]] = field(default_factory=list)  # per run: see `_busy_shares`
 
 
 def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[ThroughputReport]:
@@ -243,9 +216,8 @@ class _Suite:
 
     def _policy(self, name: str) -> _Policy:
         own_blocks = {tier: self.parts.num_blocks[tier] for tier in get_policy(name).tiers}
-        own, timeline = replace(self.parts, num_blocks=own_blocks), Timeline()
-        engine = Engine.from_parts(own, name, cost_model=self.tables, timeline=timeline)
-        return _Policy(name, own, timeline, engine)
+        own = replace(self.parts, num_blocks=own_blocks)
+        return _Policy(name, own, Engine.from_parts(own, name, cost_model=self.tables))
 
     def choose_number(self) -> None:
         """Choose the number of requests so that the runs together last about as long as wanted.
@@ -256,7 +228,7 @@ class _Suite:
         pilot = replace(self.workload, requests=requests[:_PILOT_REQUESTS])
         prompts = pilot.prompts(-1, self.vocab_size)
         seconds = run(self.policies[0].engine, prompts, pilot.params(), lambda share: None).seconds
-        wanted_s = self.options.seconds or (_QUICK_SECONDS if self.options.is_quick else _SECONDS)
+        wanted_s = self.options.seconds or _SECONDS
         count = round(wanted_s / self.num_runs / (seconds / len(pilot.requests)))
         self.workload = replace(self.workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
@@ -283,9 +255,7 @@ class _Suite:
         for turn in range(1, self.options.repeats + 1):
             prompts = workload.prompts(turn, self.vocab_size)
             for policy in self.policies:
-                policy.timeline.take()
                 policy.runs.append(run(policy.engine, prompts, workload.params(), step(policy.name)))
-                policy.shares.append(_busy_shares(policy.timeline.take()))
                 done += 1
                 yield self._report(most_tokens)
         progress(1.0, "done")
@@ -319,29 +289,12 @@ class _Suite:
         )
 
     def _result(self, policy: _Policy) -> PolicyResult:
-        runs = policy.runs
-        speeds = [each.output_tokens / each.seconds for each in runs]
-        device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
-        outputs = sum(each.output_tokens for each in runs)
-        records = [record for each in runs for record in each.records]
-
-        def total(counter: str) -> float:
-            return sum(each.counted(counter) for each in runs)
-
-        iterations = max(total("num_iterations"), 1)
+        records = [record for each in policy.runs for record in each.records]
         return PolicyResult(
             policy=policy.name,
-            output_tokens_per_s=statistics.median(speeds),
+            output_tokens_per_s=statistics.median(each.output_tokens / each.seconds for each in policy.runs),
             ttft_p50_ms=_median(each.ttft_ms for each in records if each.answer),
             tpot_p50_ms=_median(ms for each in records if (ms := each.tpot_ms) is not None),
-            tokens_per_iteration=outputs / iterations,
-            cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
-            double_iteration_share=total("num_double_iterations") / iterations,
-            outside_ms=total("outside_s") / iterations * 1e3,
-            num_preemptions=statistics.median(each.counted("num_preemptions") for each in runs),
-            device_busy_share=device,
-            cpu_busy_share=cpu,
-            overlap_share=both,
             bound_output_tokens_per_s=self._bound(policy),
             comparison=policy.comparison,
             errors=dict(Counter(each.error for each in records if each.error)),
@@ -357,15 +310,6 @@ class _Suite:
         bound = Bound(self.tables, self.workload.requests, Room(gpu_tokens, cpu_tokens))
         attends = {tier.host_attends for tier in get_policy(policy.name).tiers}
         return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
-
-
-def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
-    """Return the shares of the time in which the device, the CPU's attention and both were busy."""
-    if not spans:  # not a single request was taken
-        return 0.0, 0.0, 0.0
-    period_ns = max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
-    both_ns = overlap_ns(spans, "device", "cpu")
-    return busy_ns(spans, "device") / period_ns, busy_ns(spans, "cpu") / period_ns, both_ns / period_ns
 
 
 def _median(values: Iterable[float]) -> float | None:

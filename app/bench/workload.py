@@ -14,7 +14,6 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.simulation.workload import WorkloadRequest
-from neo_desktop.engine.stats import EngineStats
 
 TOP_LOGPROBS = 5
 OUT_OF_TIME = "out of time"
@@ -88,8 +87,6 @@ class Record:
 class Run:
     seconds: float
     records: tuple[Record, ...]  # per request
-    before: EngineStats
-    after: EngineStats
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -98,11 +95,6 @@ class Run:
     @property
     def output_tokens(self) -> int:
         return sum(len(record.answer) for record in self.records)
-
-    def counted(self, counter: str) -> float:
-        """By how much one of the engine's counters rose."""
-        rise: float = getattr(self.after, counter) - getattr(self.before, counter)
-        return rise
 
 
 def run(
@@ -123,7 +115,6 @@ def run(
         arrivals_ms: rising; empty: all at once.
         drain_s: after the last arrival; what is open then is ended with an error.
     """
-    before = engine.stats()
     records = [Record(arrival_ms) for arrival_ms in arrivals_ms or [0.0] * len(prompts)]
     expected = sum(each.max_tokens or 1 for each in params)
     end_ms = max((record.arrival_ms for record in records), default=0.0) + 1e3 * drain_s
@@ -162,7 +153,7 @@ def run(
     for record, each in zip(records, params, strict=True):
         if not record.error and len(record.answer) < (each.max_tokens or 1):
             record.error = OUT_OF_TIME
-    return Run(seconds, tuple(records), before, engine.stats())
+    return Run(seconds, tuple(records))
 
 
 @dataclass(frozen=True, slots=True)

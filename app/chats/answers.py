@@ -180,7 +180,7 @@ class Answers:
                 await has_changed.wait()
             finally:
                 self._host.listeners.remove(has_changed.set)
-        return self._host.service
+        return await self._host.ready()
 
     async def _keep_saving(self) -> None:
         while self._growing:

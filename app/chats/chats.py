@@ -95,17 +95,6 @@ class Chats:
         name, kind, text = await read_file(name, content, self._readers, blindness)
         return await self._worker(self._store.attach, name, kind, text)
 
-    async def presets(self) -> dict[str, str]:
-        return dict(await self._worker(self._store.presets))
-
-    async def set_preset(self, name: str, text: str) -> None:
-        """Keep a system prompt under a name; an empty text forgets it; NotPossibleError: it is too long."""
-        check_length(text)
-        if text:
-            await self._worker(self._store.set_preset, name, text)
-        else:
-            await self._worker(self._store.remove_preset, name)
-
     async def export(self, chat_id: str | None, *, as_markdown: bool = False) -> str:
         """Return one chat, or all chats, as text for a file."""
         ids = [entry.id for entry in await self.entries()] if chat_id is None else [chat_id]

@@ -43,7 +43,6 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             attachment_id TEXT NOT NULL REFERENCES attachments(id),
             PRIMARY KEY (message_id, position)) WITHOUT ROWID""",
         "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
-        "CREATE TABLE presets (name TEXT PRIMARY KEY, text TEXT NOT NULL)",
     ),
 )
 
@@ -107,29 +106,17 @@ def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") ->
 
 
 @contextlib.contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """Carry out all changes or none; an inner transaction joins the outer one. StoreError: none."""
     if connection.in_transaction:
-        yield connection
+        yield
         return
     try:
-        with _transaction(connection):
-            yield connection
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield
     except sqlite3.Error as error:
         raise StoreError(explain(error)) from error
-
-
-@contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    # With SQLite's own errors: who opens the file tells damage from other trouble.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _connect(file: Path) -> sqlite3.Connection:
@@ -158,7 +145,8 @@ def _set_up(connection: sqlite3.Connection) -> None:
             if _code(error) not in _IN_USE or time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
-    with _transaction(connection):
+    with connection:  # with SQLite's own errors: they tell damage from other trouble
+        connection.execute("BEGIN IMMEDIATE")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version > len(MIGRATIONS):
             raise StoreError(

@@ -7,9 +7,9 @@ The page shows the way from the root to one leaf.
 
 import base64
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from neo_desktop.app.generate.images import image_part, joined, text_part
 
@@ -20,8 +20,12 @@ State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
 Kind = Literal["text", "pdf", "image"]
 
-# Bounds of files that are read in.
+# Bounds of chats that are read in from files.
+MAX_MESSAGES = 20_000  # of a chat
+Title = Annotated[str, Field(max_length=10_000)]
 Text = Annotated[str, Field(max_length=8_000_000)]
+FileText = Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
+Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # in seconds since 1970
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -54,8 +58,6 @@ class Figures:
     finish_reason: Annotated[str, Field(max_length=100)] | None = None
     model: Annotated[str, Field(max_length=1000)] | None = None
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-
     @property
     def num_tokens(self) -> int | None:
         """Tokens of prompt and answer, as the engine counted them."""
@@ -67,9 +69,9 @@ class Figures:
 @dataclass(frozen=True, slots=True)
 class Attachment:
     id: str
-    name: str
+    name: Title
     kind: Kind
-    text: str = field(repr=False)
+    text: FileText = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,12 @@ class Message:
     chat_id: str
     parent_id: str | None
     role: Role
-    created_s: float  # since 1970
-    text: str = field(repr=False)
-    thought: str = field(default="", repr=False)
-    thought_s: float | None = None  # how long the model thought
+    created_s: Time
+    text: Text = field(repr=False)
+    thought: Text = field(default="", repr=False)
+    thought_s: Number | None = None  # how long the model thought
     state: State = "done"  # cut: the server ended meanwhile
-    error: str | None = None  # why it failed, for people
+    error: Text | None = None  # why it failed, for people
     figures: Figures | None = None
     attachments: tuple[Attachment, ...] = ()
 
@@ -126,8 +128,6 @@ class Settings:
     max_tokens: Int64 | None = None
     seed: Int64 | None = None
 
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
-
     def sampling(self) -> dict[str, Any]:
         """The fields of a request, those that are set."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "system_prompt"}
@@ -139,10 +139,10 @@ class ChatEntry:
     """A chat as the list shows it."""
 
     id: str
-    title: str  # empty until the first question
-    created_s: float
-    updated_s: float
-    is_streaming: bool
+    title: Title  # empty until the first question
+    created_s: Time
+    updated_s: Time
+    is_streaming: bool = False
     snippet: str | None = None  # of a search: the text around the first hit
 
 
@@ -151,7 +151,8 @@ class Chat:
     entry: ChatEntry
     settings: Settings
     leaf_id: str | None
-    messages: tuple[Message, ...]  # parents before children; siblings by age
+    # Parents before children; siblings by age.
+    messages: Annotated[tuple[Message, ...], Field(max_length=MAX_MESSAGES)]
 
 
 def branch(messages: dict[str, Message], leaf_id: str | None) -> list[Message]:

@@ -206,7 +206,7 @@ class ChatStore:
             for message in messages:
                 self._update(message)
 
-    # Attachments and presets.
+    # Attachments.
 
     def attach(self, name: str, kind: Kind, text: str) -> Attachment:
         """Keep a file's text or image for a later question."""
@@ -214,19 +214,6 @@ class ChatStore:
         with transaction(self._connection):
             self._put("attachments", **asdict(file), created_s=time.time())
         return file
-
-    def presets(self) -> list[tuple[str, str]]:
-        with transaction(self._connection):
-            return self._sql("SELECT name, text FROM presets ORDER BY name").fetchall()
-
-    def set_preset(self, name: str, text: str) -> None:
-        with transaction(self._connection):
-            self._sql("INSERT OR REPLACE INTO presets VALUES (?, ?)", (name, text))
-
-    def remove_preset(self, name: str) -> None:
-        with transaction(self._connection):
-            if not self._sql("DELETE FROM presets WHERE name = ?", (name,)).rowcount:
-                raise NotFoundError(f"there is no preset {name!r}")
 
     # Parts of transactions.
 

@@ -1,142 +1,76 @@
 """Chats as files: JSON that can be read in again, and Markdown for people."""
 
-from typing import Annotated, Any, Literal, Self
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from neo_desktop.app.chats.messages import (
-    Attachment,
-    Chat,
-    ChatEntry,
-    Figures,
-    Kind,
-    Message,
-    Number,
-    Settings,
-    Text,
-    branch,
-)
+from neo_desktop.app.chats.messages import LIVE, Chat, Message, branch
 from neo_desktop.app.chats.store import new_id
 
 MAX_CHATS = 20_000
-MAX_MESSAGES = 20_000  # of a chat
-
-Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+def _checked(chat: Chat) -> Chat:
+    """Check that messages form a tree in which questions and answers take turns."""
+    roles: dict[str | None, str] = {None: "assistant"}
+    for message in chat.messages:
+        if message.state in LIVE:
+            raise PydanticCustomError("tree", "has an answer in the state of being written")
+        if message.id in roles or message.parent_id not in roles:
+            raise PydanticCustomError("tree", "has a message whose parent does not come before it")
+        if roles[message.parent_id] == message.role:
+            raise PydanticCustomError("tree", "has a question that follows a question, or no answer to one")
+        roles[message.id] = message.role
+    if chat.leaf_id not in roles:
+        raise PydanticCustomError("tree", "has a leaf that is none of its messages")
+    return chat
+
+
+class ChatsFile(BaseModel):
+    """Chats with every branch and variant; their ids are of this file alone."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-class AttachmentPart(_Part):
-    name: Annotated[str, Field(max_length=1000)]
-    kind: Kind
-    text: Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
-
-
-_SAME = ("role", "created_s", "text", "thought", "thought_s", "state", "error", "figures")  # in `Message`
-
-
-class MessagePart(_Part):
-    """`Message`; its parent is an earlier message of the list."""
-
-    parent: Annotated[int, Field(ge=0)] | None
-    role: Literal["user", "assistant"]
-    created_s: Time
-    text: Text
-    thought: Text = ""
-    thought_s: Number | None = None
-    state: Literal["done", "stopped", "cut", "failed"] = "done"
-    error: Annotated[str, Field(max_length=100_000)] | None = None
-    figures: Figures | None = None
-    attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
-
-    @classmethod
-    def of(cls, message: Message, parent: int | None) -> Self:
-        """Write a message down; one that is being written counts as cut."""
-        same: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
-        if message.is_live:
-            same["state"] = "cut"
-        files = [AttachmentPart(name=one.name, kind=one.kind, text=one.text) for one in message.attachments]
-        return cls(parent=parent, attachments=files, **same)
-
-
-class ChatPart(_Part):
-    """`Chat`; `leaf` is a place in the list of messages."""
-
-    title: Annotated[str, Field(max_length=10_000)]
-    created_s: Time
-    updated_s: Time
-    settings: Settings = Settings()
-    leaf: Annotated[int, Field(ge=0)] | None = None
-    messages: Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)]
-
-    @model_validator(mode="after")
-    def _check_tree(self) -> Self:
-        for place, message in enumerate(self.messages):
-            if message.parent is None:
-                follows = "assistant"
-            elif message.parent >= place:
-                raise PydanticCustomError("tree", "has a message whose parent does not come before it")
-            else:
-                follows = self.messages[message.parent].role
-            if follows == message.role:
-                raise PydanticCustomError(
-                    "tree", "has a question that follows a question, or no answer to one"
-                )
-        if self.leaf is not None and self.leaf >= len(self.messages):
-            raise PydanticCustomError("tree", "has a leaf that is none of its messages")
-        return self
-
-    @classmethod
-    def of(cls, chat: Chat) -> Self:
-        """Write every branch and variant down."""
-        places: dict[str | None, int] = {message.id: place for place, message in enumerate(chat.messages)}
-        messages = [MessagePart.of(message, places.get(message.parent_id)) for message in chat.messages]
-        entry, leaf = chat.entry, places.get(chat.leaf_id)
-        return cls(
-            title=entry.title,
-            created_s=entry.created_s,
-            updated_s=entry.updated_s,
-            settings=chat.settings,
-            leaf=leaf,
-            messages=messages,
-        )
-
-    def chat(self) -> Chat:
-        chat_id = new_id()
-        ids = [new_id() for _ in self.messages]
-        messages = tuple(
-            Message(
-                id=message_id,
-                chat_id=chat_id,
-                parent_id=None if part.parent is None else ids[part.parent],
-                attachments=tuple(
-                    Attachment(new_id(), one.name, one.kind, one.text) for one in part.attachments
-                ),
-                **{name: getattr(part, name) for name in _SAME},
-            )
-            for message_id, part in zip(ids, self.messages, strict=True)
-        )
-        entry = ChatEntry(chat_id, self.title, self.created_s, self.updated_s, is_streaming=False)
-        return Chat(entry, self.settings, None if self.leaf is None else ids[self.leaf], messages)
-
-
-class ChatsFile(_Part):
     format: Literal["neo-desktop chats"]
     version: Literal[1]
-    chats: Annotated[list[ChatPart], Field(max_length=MAX_CHATS)]
+    chats: Annotated[list[Annotated[Chat, AfterValidator(_checked)]], Field(max_length=MAX_CHATS)]
 
 
 def from_json(body: bytes) -> list[Chat]:
     """Return chats as `to_json` wrote them, with new ids; ValidationError: the file is another one."""
-    return [part.chat() for part in ChatsFile.model_validate_json(body).chats]
+    ids = iter(new_id, None)
+    return [_renamed(chat, ids) for chat in ChatsFile.model_validate_json(body).chats]
 
 
 def to_json(chats: list[Chat]) -> str:
-    parts = [ChatPart.of(chat) for chat in chats]
+    """Write chats down; an answer that is being written counts as cut."""
+    parts = [_renamed(chat, map(str, itertools.count())) for chat in chats]
     return ChatsFile(format="neo-desktop chats", version=1, chats=parts).model_dump_json(indent=1)
+
+
+def _renamed(chat: Chat, ids: Iterator[str]) -> Chat:
+    """Return a chat at rest, with other ids for it, its messages and their files."""
+    chat_id = next(ids)
+    named: dict[str | None, str | None] = {None: None}
+
+    def renamed(message: Message) -> Message:
+        named[message.id] = message_id = next(ids)
+        return replace(
+            message,
+            id=message_id,
+            chat_id=chat_id,
+            parent_id=named[message.parent_id],
+            state="cut" if message.is_live else message.state,
+            attachments=tuple(replace(file, id=next(ids)) for file in message.attachments),
+        )
+
+    messages = tuple(map(renamed, chat.messages))
+    entry = replace(chat.entry, id=chat_id, is_streaming=False)
+    return Chat(entry, chat.settings, named[chat.leaf_id], messages)
 
 
 def to_markdown(chat: Chat) -> str:

@@ -93,7 +93,7 @@ def bench(
         with (
             nullcontext(json_progress(sys.stderr)) if progress_json else loading_bar("Measuring") as progress
         ):
-            report = run_suites(names, progress, replace(options, is_quick=len(names) > 1), note)
+            report = run_suites(names, progress, options, note)
         _show(report)
         if report.suites:
             page = report.write_files(folder)

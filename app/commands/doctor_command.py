@@ -1,7 +1,7 @@
-"""The body of `neo-desktop doctor`: checks this computer, or shows what was found before."""
+"""The body of `neo-desktop doctor`: checks or measures this computer, or shows what was found before."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -9,17 +9,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from neo_desktop.app.llamacpp.trial import TITLE, try_llamacpp
 from neo_desktop.app.words import duration
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
-from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
+from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.doctor.safe_start import start_in_full
 from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict
 from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.hardware import machine_info
+from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.progress import Progress, part
+from neo_desktop.engine.setup import MEASURING, set_up
 
 _COLOURS = {Result.OK: "green", Result.NO_MEMORY: "yellow"}  # others: red
 
@@ -45,11 +48,13 @@ class DoctorReport:
         console.print(f"{where}, {key['dtype']}, torch {key['torch']}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
         is_plain = self.is_well and self.verdict.is_complete
-        for name in ("Check", "Result", "Figures", *(() if is_plain else ("What it means",))):
+        for name in ("Check", "Result", "Time", *(() if is_plain else ("What it means",))):
             table.add_column(name, overflow="fold")
         for each in self.verdict.outcomes:
             result = f"[{_COLOURS.get(each.result, 'red')}]{each.result}[/]"
-            cells = [escape(each.title), result, _figures(each.figures), escape(self._meaning(each))]
+            ms = each.figures.get("ms")
+            time = duration(ms) if isinstance(ms, float | int) else ""
+            cells = [escape(each.title), result, time, escape(self._meaning(each))]
             table.add_row(*cells[: len(table.columns)])
         console.print(table, highlight=False)
         for line in self.conclusion():
@@ -130,31 +135,24 @@ def run_doctor(
         outcomes = run_selfchecks(subject, listener=tell, child=child)
         verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
         keep(verdict)
-    progress(TITLE)
-    # This is not kept, since llama.cpp may be installed anew.
-    if (outcome := try_llamacpp()) is not None:
-        verdict = replace(verdict, outcomes=(*verdict.outcomes, outcome))
     return DoctorReport(verdict, is_kept)
 
 
-def _figures(figures: Figures) -> str:
-    parts = []
-    if "error" in figures and "bound" in figures:
-        parts.append(f"error {_number(figures['error'])} of {_number(figures['bound'])}")
-    ms, num_bytes = figures.get("ms"), figures.get("bytes")
-    if isinstance(ms, float | int):
-        parts.append(duration(ms))
-        if isinstance(num_bytes, int) and ms > 0:
-            parts.append(f"{num_bytes / ms / 1e6:.1f} GB/s")
-    for name, value in figures.items():
-        if name in ("error", "bound", "ms", "bytes", "seconds", "cases") or value == 0:
-            continue
-        if name.endswith("_bytes") and isinstance(value, int):
-            parts.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:.0f} MB")
-        else:
-            parts.append(f"{name.replace('_', ' ')} {value}")
-    return ", ".join(parts)
+def run_measure(
+    options: EngineOptions, progress: Progress, *, refresh: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises.
 
-
-def _number(value: float | int | str) -> str:
-    return value if isinstance(value, str) else f"{value:.1e}"
+    Returns lines that say where the tables are, and the tables with their key.
+    """
+    parts = set_up(options, progress)
+    decoder, streams = parts.model.decoder, parts.model.streams
+    measuring = part(progress, 0.0, 1.0, MEASURING)
+    tables = load_or_profile(
+        decoder, parts.storage, parts.limits, measuring, streams=streams, refresh=refresh
+    )
+    key = profile_key(decoder, parts.storage, parts.limits, streams)
+    path = profile_path(key)
+    where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
+    lines = [f"{parts.model.name} on {where}, {key['dtype']}: the tables are in {path}.", streams.note]
+    return "\n".join(filter(None, lines)), {"key": key, "path": str(path), "tables": tables.to_json()}

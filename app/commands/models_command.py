@@ -160,9 +160,6 @@ def fit_facts(fit: "Fit") -> Iterator[tuple[str, str]]:
         places = f"{size(fit.weights_bytes - on_host)} in GPU memory, {size(on_host)} in host memory"
         where = f": {places}, computed by CPU and GPU together"
     yield "Weights", size(fit.weights_bytes) + where
-    if fit.resident_shares:
-        kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
-        yield "On the GPU", f"{', '.join(kinds)}; embeddings and head"
     yield "KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"
     place = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
     chats = f"{_chats(fit.gpu_chats, fit)} chats of {fit.chat_tokens:,} tokens"

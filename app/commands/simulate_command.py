@@ -31,9 +31,11 @@ def simulate(
     """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
     set_up_logging(debug)
     if show_list:
-        from neo_desktop.app.simulate.catalogue import print_catalogue
+        from neo_desktop.app.simulate.machine import PUBLISHED
+        from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 
-        print_catalogue(stdout)
+        for flag, names in (("--gpu", list(GPUS)), ("--cpu", list(HOSTS)), ("--model", list(PUBLISHED))):
+            stdout.print(f"[bold]{flag}[/]: {', '.join(names)}", highlight=False)
         return
     from neo_desktop.app.simulate.run import run_simulation
 

@@ -21,17 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from neo_desktop.app.engines.loop import EngineLoop
-from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
+from neo_desktop.app.engines.messages import EngineFacts, Progressed, portable
 from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
 FAILED_STATUS = 1
-_ATTRIBUTES = (
-    *("name", "levelno", "levelname", "pathname", "filename"),
-    *("module", "lineno", "funcName", "created"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +51,8 @@ def main() -> None:
     for mechanism, level, reason in beginning.limits:
         fallbacks.limit(mechanism, level, reason)
     logging.disable(logging.NOTSET)
-    logging.basicConfig(
-        level=beginning.log_level, format="%(message)s", handlers=[_PipeHandler(writer)], force=True
-    )
+    handler = _PipeHandler(writer)  # type: ignore[arg-type]  # a writer serves as its queue
+    logging.basicConfig(level=beginning.log_level, format="%(message)s", handlers=[handler], force=True)
     _run(frames, writer)
 
 
@@ -80,7 +75,7 @@ def _run(frames: Iterator[Any], writer: "_Events") -> None:
     except Exception as error:
         if not isinstance(error, ValueError | MemoryError | OSError | RuntimeError):
             logging.getLogger(__name__).exception("the model could not be loaded")
-        writer.put(LoadFailed(portable(error)))
+        writer.put(portable(error))
         os._exit(FAILED_STATUS)
     writer.put(EngineFacts.of(engine))
     loop = EngineLoop(engine, writer.put)
@@ -115,10 +110,5 @@ class _Events(FrameWriter):
 class _PipeHandler(logging.handlers.QueueHandler):
     """Sends log messages to the parent, which prints them as its own."""
 
-    def __init__(self, writer: FrameWriter) -> None:
-        super().__init__(queue=None)  # type: ignore[arg-type]  # `enqueue` needs none
-        self._writer = writer
-
     def enqueue(self, record: logging.LogRecord) -> None:
-        attributes = {name: getattr(record, name) for name in _ATTRIBUTES}
-        self._writer.put(Logged(attributes | {"msg": record.getMessage(), "args": None}))
+        self.queue.put(record)  # type: ignore[attr-defined]  # a writer

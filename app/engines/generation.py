@@ -1,6 +1,7 @@
 """The outputs of a request, on their way from the service to its reader."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
@@ -22,10 +23,17 @@ class Generation:
         self.n = n
         self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
         self.failure: errors.ServiceError | None = None  # why the rest will not come
+        self.arrived_s = time.monotonic()
+        self.first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) → when its first token came
         self._close = close
         self._num_open = len(self.request_ids) * n
         self._timer: asyncio.TimerHandle | None = None
         self._arrived: asyncio.Queue[RequestOutput | errors.ServiceError] = asyncio.Queue()
+
+    @property
+    def num_queued(self) -> int:
+        """Outputs that wait for their first token."""
+        return len(self.request_ids) * self.n - len(self.first_s)
 
     async def __aenter__(self) -> Self:
         return self

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from neo_desktop.app.engines import messages as msg
-from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
+from neo_desktop.engine.cuda.errors import is_lost
+from neo_desktop.engine.request import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class EngineLoop:
     def _run_commands(self, wait: bool = False) -> None:
         """Run all commands that came in; `wait` for one if there are none."""
         answers: list[msg.Event] = []
+        refused: list[RequestOutput] = []
         has_run = False
         while not self._is_stopping:
             try:
@@ -77,7 +79,7 @@ class EngineLoop:
             wait, has_run = False, True
             match command:
                 case msg.Add():
-                    answers += self._add(command)
+                    refused += self._add(command)
                 case msg.Abort():
                     self._engine.abort(command.request_id)
                 case msg.Check():
@@ -87,9 +89,9 @@ class EngineLoop:
                 case msg.Stop():
                     self._is_stopping = True
         if has_run:
-            self._emit([*answers, msg.Status(self._engine.stats())])
+            self._emit([*answers, msg.Gained(refused, self._engine.stats())])
 
-    def _add(self, command: msg.Add) -> list[msg.Event]:
+    def _add(self, command: msg.Add) -> list[RequestOutput]:
         try:
             for request_id, prepared in zip(command.request_ids, command.prepared, strict=True):
                 self._engine.add(request_id, prepared)
@@ -97,7 +99,11 @@ class EngineLoop:
             logger.exception("a request could not be queued")
             for request_id in command.request_ids:
                 self._engine.abort(request_id)
-            return [msg.Refused(command.request_ids, f"the request could not be queued ({error})")]
+            reason = f"the request could not be queued ({error})"
+            return [
+                RequestOutput(request_id, 0, "", (), FinishReason.ERROR, reason, 0, 0, 0)
+                for request_id in command.request_ids
+            ]
         return []
 
     def _step(self) -> None:
@@ -107,7 +113,7 @@ class EngineLoop:
         self._run_commands()
         self._engine.launch()
         outputs = self._engine.take_outputs()
-        self._emit([msg.Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
+        self._emit([msg.Gained(outputs, self._engine.stats(), time.perf_counter() - begun_s)])
 
     def _help(self, command: msg.Compile | msg.See) -> None:
         error = value = None
@@ -127,9 +133,7 @@ class EngineLoop:
 
 def _ended(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or type(error).__name__
-    if is_device_lost(error):
+    if is_lost(error):
         # The advice is left out: the caller knows what happens next, and says it.
         return f"the engine stopped: {said.partition(ADVICE)[0]}"
-    if is_lost(error):
-        return f"the engine stopped: {said}"
     return f"the engine stopped because of an internal error ({said})"

@@ -5,9 +5,9 @@ carry a ticket, and exactly one `Answered` with that ticket comes back, unless t
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest
@@ -80,7 +80,7 @@ EngineMaker = Callable[[Progress], ServedEngine]  # for a process it must be som
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue prompts, which have been checked; if the engine cannot take them all the same: `Refused`."""
+    """Queue prompts, which have been checked."""
 
     request_ids: Sequence[str]
     prepared: Sequence[PreparedRequest]
@@ -133,42 +133,20 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Requests that were not queued, by a defect."""
+class Gained:
+    """Tokens that requests gained, and the engine's figures."""
 
-    request_ids: Sequence[str]
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
     outputs: Sequence[RequestOutput]
-    seconds: float
     stats: EngineStats
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    stats: EngineStats
-
-
-class CrashReason(str):
-    """Why an engine ended, where a signal of its own code ended its process: `signal` is its name."""
-
-    signal: str
-
-    def __new__(cls, reason: str, signal: str) -> Self:
-        made = super().__new__(cls, reason)
-        made.signal = signal
-        return made
+    seconds: float | None = None  # of the iteration; None: commands were carried out
 
 
 class EngineCrashError(RuntimeError):
-    """The engine's process crashed while the model was loaded, at a stage of loading."""
+    """A signal of its own code ended the engine's process, at a stage of loading."""
 
-    def __init__(self, reason: CrashReason, stage: str) -> None:
+    def __init__(self, reason: str, signal: str, stage: str) -> None:
         super().__init__(reason)
-        self.signal = reason.signal
+        self.signal = signal
         self.stage = stage
 
 
@@ -177,9 +155,10 @@ class Ended:
     """The last event."""
 
     reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
+    signal: str | None = None  # of its own code, that ended its process
 
 
-Event = Answered | Refused | Stepped | Status | Ended
+Event = Answered | Gained | Ended
 Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engine's
 
 
@@ -202,44 +181,6 @@ class EngineFacts:
     @classmethod
     def of(cls, engine: ServedEngine) -> "EngineFacts":
         return cls(engine.stats(), *(getattr(engine, one.name) for one in fields(cls)[1:]))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Logged:
-    """Something for this program's log, as attributes of a `logging.LogRecord`."""
-
-    attributes: Mapping[str, Any]
-
-
-class EngineLink(Protocol):
-    """An engine that works beside the event loop."""
-
-    facts: EngineFacts
-
-    @property
-    def is_process(self) -> bool:
-        """True: it has a process of its own, which can be ended at any time and started anew."""
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds of silence with work until it counts as hung; None: no limit."""
-
-    def start(self, receive: Receiver) -> None:
-        """Begin to work; events go to `receive`, `Ended` being the last one."""
-
-    def send(self, command: Command) -> None:
-        """Have a command carried out, between two iterations; does nothing once the engine has ended."""
-
-    def kill(self, reason: str) -> None:
-        """End its process at once with this reason; has no effect on a thread."""
-
-    def close(self) -> None:
-        """Free weights and caches after `Stop`; a thread that still runs keeps them."""
 
 
 def portable(error: Exception) -> Exception:

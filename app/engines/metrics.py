@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from neo_desktop.app.engines.generation import Generation
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 
@@ -39,28 +40,17 @@ class ServiceMetrics:
             ["finish_reason"],
             registry=self.registry,
         )
-        self._arrived_s: dict[str, float] = {}  # request_id -> when
-        self._first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) -> when its first token came
 
-    def arrived(self, request_ids: Sequence[str]) -> None:
-        self._arrived_s |= dict.fromkeys(request_ids, time.monotonic())
-
-    def gained(self, output: RequestOutput) -> None:
+    def gained(self, generation: Generation, output: RequestOutput) -> None:
         now_s = time.monotonic()
         key = (output.request_id, output.choice)
-        if output.num_output_tokens and key not in self._first_s:
-            self._first_s[key] = now_s
-            self._first_token_s.observe(now_s - self._arrived_s[output.request_id])
+        if key not in generation.first_s and output.num_output_tokens:
+            self._first_token_s.observe(now_s - generation.arrived_s)
+        first_s = generation.first_s.setdefault(key, now_s)
         if output.finish_reason is not None:
             self._finished.labels(output.finish_reason.value).inc()
             if output.num_output_tokens > 1:
-                self._per_token_s.observe((now_s - self._first_s[key]) / (output.num_output_tokens - 1))
-
-    def left(self, request_id: str, n: int) -> None:
-        """Forget a request whose client is served or gone."""
-        self._arrived_s.pop(request_id, None)
-        for choice in range(n):
-            self._first_s.pop((request_id, choice), None)
+                self._per_token_s.observe((now_s - first_s) / (output.num_output_tokens - 1))
 
     def iteration(self, seconds: float) -> None:
         """Note the time of an iteration, from the engine's thread."""

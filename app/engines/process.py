@@ -42,9 +42,9 @@ _PROGRAM = "from neo_desktop.app.engines.child import main; main()"
 
 
 class EngineProcess:
-    """An `EngineLink` to a process, made by `load`."""
+    """A way to an engine that works in a process, made by `load`."""
 
-    is_process = True
+    is_process = True  # it can be ended at any time and started anew
     facts: msg.EngineFacts
 
     def __init__(self, make: msg.EngineMaker) -> None:
@@ -98,24 +98,29 @@ class EngineProcess:
 
     @property
     def timeout_s(self) -> float | None:
+        """Seconds of silence with work until it counts as hung; None: no limit."""
         return TIMEOUT_S[self.facts.stats.device]
 
     def start(self, receive: msg.Receiver) -> None:
+        """Begin to work; events go to `receive`, `Ended` being the last one."""
         with self._lock:
             while not self._early.empty():
                 receive([self._early.get()])
             self._receive = receive
 
     def send(self, command: msg.Command) -> None:
+        """Have a command carried out, between two iterations; does nothing once the engine has ended."""
         self._commands.put(command)
 
     def kill(self, reason: str) -> None:
+        """End the process at once with this reason."""
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
                 os.killpg(self._process.pid, signal.SIGKILL)  # its group, with all that it started
 
     def close(self) -> None:
+        """Free weights and caches after `Stop`."""
         self.send(msg.Stop())
         try:
             self._process.wait(CLOSE_S if self._is_over.is_set() else EXIT_S)
@@ -139,12 +144,13 @@ class EngineProcess:
                 case msg.EngineFacts():
                     self.facts = event
                     return
-                case msg.LoadFailed():
-                    raise event.error
-                case msg.Ended(msg.CrashReason() as crash):
-                    raise msg.EngineCrashError(crash, now.what)
-                case msg.Ended():
-                    raise RuntimeError(event.reason or "the engine ended while the model was loaded")
+                case Exception():
+                    raise event
+                case msg.Ended(reason, crash):
+                    reason = reason or "the engine ended while the model was loaded"
+                    if crash is not None:
+                        raise msg.EngineCrashError(reason, crash, now.what)
+                    raise RuntimeError(reason)
         reason = f"nothing went on for {LOAD_TIMEOUT_S:g} s while it said: {now.what}"
         self.kill(reason)
         raise RuntimeError(reason)
@@ -184,13 +190,13 @@ class EngineProcess:
         self._commands.put(None)
         if not self._is_over.is_set():
             self._is_over.set()
-            self._pass_on(msg.Ended(self._kill_reason or what_ended(status)))
+            reason = self._kill_reason
+            self._pass_on(what_ended(status) if reason is None else msg.Ended(reason))
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, msg.Logged):
-            record = logging.makeLogRecord(dict(message.attributes))
-            if (target := logging.getLogger(record.name)).isEnabledFor(record.levelno):
-                target.handle(record)
+        if isinstance(message, logging.LogRecord):
+            if (target := logging.getLogger(message.name)).isEnabledFor(message.levelno):
+                target.handle(message)
         elif isinstance(message, list):
             if isinstance(message[-1], msg.Ended):
                 self._is_over.set()
@@ -207,23 +213,13 @@ class EngineProcess:
                 self._early.put(event)
 
 
-def crash_signal(status: int) -> str | None:
-    """Return the name of the signal that a process's own code ended it with; None: it ended otherwise."""
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-status).name
-        return name if name in _CRASHES else None
-    return None
-
-
-def what_ended(status: int) -> str:
+def what_ended(status: int) -> msg.Ended:
     """Say how a process ended, by its exit status; a negative one is a signal."""
     if status >= 0:
-        return f"the engine's process ended (exit status {status})"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+        return msg.Ended(f"the engine's process ended (exit status {status})")
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     if name == "SIGKILL":
-        return "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
-    reason = f"the engine's process crashed ({name})"
-    return reason if crash_signal(status) is None else msg.CrashReason(reason, name)
+        return msg.Ended(
+            "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
+        )
+    return msg.Ended(f"the engine's process crashed ({name})", name if name in _CRASHES else None)

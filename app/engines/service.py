@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from neo_desktop.app.engines.images import SeenImages
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
+from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.app.templates.chat_templates import ChatTemplates
@@ -42,6 +43,7 @@ SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 
+EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
 
@@ -51,8 +53,8 @@ class EngineService:
     The engine is the service's alone from `start` to the end of `stop`.
     """
 
-    def __init__(self, engine: Engine | msg.EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
-        self._link: msg.EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
+    def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
+        self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         facts = self._link.facts
         self.model_name = facts.model_name
         self.note = facts.note
@@ -71,43 +73,36 @@ class EngineService:
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
         self._generations: dict[str, Generation] = {}  # request_id -> whose it is
-        self._queued: set[tuple[str, int]] = set()  # (request_id, choice) without a first token
         self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
         self._num_heard = 0  # events of the engine's so far
         self._watch: asyncio.Task[None] | None = None
-        self._refusal: errors.ServiceError | None = errors.ServiceStoppedError(
+        # Why new requests are refused at present.
+        self.refusal: errors.ServiceError | None = errors.ServiceStoppedError(
             "the service has not been started"
         )
-        self._successor: Callable[[], Awaitable[EngineService]] | None = None
         self.idle_since_s: float | None = time.monotonic()  # None: a request is open
 
     async def start(self) -> None:
         self._outbox = Outbox(asyncio.get_running_loop())
         await self._templates.start()
-        self._refusal = None
+        self.refusal = None
         self._link.start(self._receive)
         if self._link.timeout_s is not None:
             self._watch = asyncio.create_task(self._end_if_hung(self._link.timeout_s))
 
     async def stop(
-        self,
-        reason: str = "the server is shutting down",
-        *,
-        timeout_s: float | None = STOP_TIMEOUT_S,
-        successor: "Callable[[], Awaitable[EngineService]] | None" = None,
+        self, reason: str = "the server is shutting down", *, timeout_s: float | None = STOP_TIMEOUT_S
     ) -> None:
         """End all requests with a reason, free what they hold and end the engine; a second call does nothing.
 
         Args:
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
-            successor: brings the service that takes what is submitted from now on; None: it is refused.
         """
-        if self._outbox is None or isinstance(self._refusal, errors.ServiceStoppedError):
+        if self._outbox is None or isinstance(self.refusal, errors.ServiceStoppedError):
             return
         if timeout_s is None and self._link.is_process:
             timeout_s = STOP_TIMEOUT_S
-        self._successor = successor
         self._refuse_all(errors.ServiceStoppedError(reason))
         self._link.send(msg.Stop())
         await self._templates.stop()
@@ -127,14 +122,9 @@ class EngineService:
         return self._link.is_process
 
     @property
-    def refusal(self) -> errors.ServiceError | None:
-        """Why new requests are refused at present; None when they are not."""
-        return None if self._successor is not None else self._refusal
-
-    @property
     def num_queued(self) -> int:
         """Outputs that wait for their first token."""
-        return len(self._queued)
+        return sum(generation.num_queued for generation in set(self._generations.values()))
 
     async def render_chat(
         self,
@@ -157,8 +147,7 @@ class EngineService:
             raise ChatTemplateError(
                 f"the chat has {len(messages)} messages, but {self._limits.max_messages} is the limit"
             )
-        templates = (await self._awake())._templates
-        return await templates.render(messages, extra, shield, is_continued=is_continued)
+        return await self._templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
         """Ask the engine what it does right now; it answers between two iterations. ServiceError."""
@@ -183,30 +172,24 @@ class EngineService:
             ServiceError: the service takes no requests any more, or too many are waiting.
             ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run.
         """
-        if self._successor is not None:
-            return await (await self._successor()).submit(
-                prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
-            )
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
+        if self.refusal is not None:
+            raise self.refusal.with_traceback(None)
         num_outputs, most = len(prompts) * params.n, self._limits.max_queued_requests
         if num_outputs > most:
             raise ValueError(
                 f"{num_outputs} outputs at once are more than the {most} that may wait: "
                 "send fewer prompts per request or lower n"
             )
-        if len(self._queued) + num_outputs > most:
+        if self.num_queued + num_outputs > most:
             raise errors.ServiceBusyError(
-                f"{len(self._queued)} requests are waiting already, at most {most} may: try again later"
+                f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
             )
         request_ids = [str(next(self._ordinals)) for _ in prompts]
         generation = Generation(request_ids, params.n, self._close)
         if self._limits.request_timeout_s is not None:
             generation.limit_time(self._limits.request_timeout_s)
-        self.metrics.arrived(request_ids)
         self._generations |= dict.fromkeys(request_ids, generation)
         self.idle_since_s = None
-        self._queued |= _choices(generation)
         try:
             prepare = partial(
                 self._input_processor.prepare,
@@ -231,12 +214,11 @@ class EngineService:
 
     async def compile(self, grammar: str) -> None:
         """Let the engine make a grammar ready. SettingError: it cannot be used; ServiceError."""
-        await (await self._awake())._ask(msg.Compile, grammar)
+        await self._ask(msg.Compile, grammar)
 
     async def see(self, data: bytes) -> SeenImage:
         """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
-        service = await self._awake()
-        return await service._seen.get(data, lambda: service._ask(msg.See, data))
+        return await self._seen.get(data, lambda: self._ask(msg.See, data))
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
@@ -248,14 +230,8 @@ class EngineService:
             if (embedding := found[index].embedding) is not None
         ]
 
-    async def _awake(self) -> "EngineService":
-        """Return the service that takes requests: this one, or the successor of a resting one."""
-        return self if self._successor is None else await (await self._successor())._awake()
-
     def _close(self, generation: Generation) -> None:
-        self._queued -= _choices(generation)
         for request_id in generation.request_ids:
-            self.metrics.left(request_id, generation.n)
             if self._generations.pop(request_id, None) is not None:
                 self._link.send(msg.Abort(request_id))
         if not self._generations:
@@ -263,8 +239,8 @@ class EngineService:
 
     def _send(self, command: msg.Command) -> None:
         """Send a command, unless the engine has ended: that is raised."""
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
+        if self.refusal is not None:
+            raise self.refusal.with_traceback(None)
         self._link.send(command)
 
     async def _ask(self, command: type[msg.Compile | msg.See | msg.Look], *what: Any) -> Any:
@@ -285,28 +261,21 @@ class EngineService:
         else:
             asked.set_exception(answer.error)
 
-    def _book(self, event: msg.Stepped | msg.Status) -> None:
+    def _book(self, event: msg.Gained) -> None:
         self._num_heard += 1
         self.stats = event.stats
-        if isinstance(event, msg.Stepped):
+        if event.seconds is not None:
             self.metrics.iteration(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)
         if generation is not None:  # otherwise closed while the iteration ran
-            self._queued.discard((output.request_id, output.choice))
-            self.metrics.gained(output)
+            self.metrics.gained(generation, output)
             generation.put(output)
-
-    def _give_up(self, event: msg.Refused) -> None:
-        found = {self._generations.get(request_id) for request_id in event.request_ids}
-        for generation in found - {None}:
-            assert generation is not None
-            generation.give_up(errors.EngineFailedError(event.reason))
 
     def _refuse_all(self, reason: errors.ServiceError) -> None:
         """End all generations, and every later one, for this reason."""
-        self._refusal = reason
+        self.refusal = reason
         for generation in set(self._generations.values()):
             generation.fail(reason)
             generation.close()
@@ -317,7 +286,7 @@ class EngineService:
 
     def _end(self, reason: str | None) -> None:
         self._engine_ended.set()
-        if reason is None or isinstance(self._refusal, errors.ServiceStoppedError):
+        if reason is None or isinstance(self.refusal, errors.ServiceStoppedError):
             return
         if self._watch is not None:
             self._watch.cancel()
@@ -344,19 +313,11 @@ class EngineService:
 
     def _calls(self, event: msg.Event) -> Iterator[Call]:
         match event:
-            case msg.Stepped():
+            case msg.Gained():
                 yield partial(self._book, event)
                 for output in event.outputs:
                     yield partial(self._deliver, output)
-            case msg.Status():
-                yield partial(self._book, event)
             case msg.Answered():
                 yield partial(self._answer, event)
-            case msg.Refused():
-                yield partial(self._give_up, event)
             case msg.Ended():
                 yield partial(self._end, event.reason)
-
-
-def _choices(generation: Generation) -> set[tuple[str, int]]:
-    return set(itertools.product(generation.request_ids, range(generation.n)))

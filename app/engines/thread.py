@@ -7,10 +7,10 @@ from neo_desktop.app.engines.messages import Command, EngineFacts, Receiver, Ser
 
 
 class EngineThread:
-    """An `EngineLink` to a thread, to which the engine belongs from `start` to the thread's end."""
+    """A way to an engine that belongs to a thread, from `start` to the thread's end; see `EngineProcess`."""
 
     is_process = False
-    timeout_s = None  # it could not be ended anyway
+    timeout_s: float | None = None  # it could not be ended anyway
 
     def __init__(self, engine: ServedEngine) -> None:
         self.facts = EngineFacts.of(engine)

@@ -4,7 +4,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # it yields where it needs more text
@@ -13,6 +15,7 @@ MAX_DEPTH = 128  # parsers of JSON recurse
 SPACE = re.compile(r"[ \t\r\n]+")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\x7f\ud800-\udfff]+')
 _WORD = re.compile(r"[A-Za-z0-9+.-]+")
+_LAST_WORD = re.compile(r"[\w.+-]+\Z")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LITERALS = {"True": "true", "False": "false", "None": "null"} | {
     one: one for one in ("true", "false", "null")
@@ -77,7 +80,6 @@ class JsonValue:
         self._num_taken = 0  # pieces of the source that are certain
         self._pending: list[str] = []  # certain only with the value that follows
         self._closers: list[str] = []  # of what is open, the outermost first
-        self._complete = (0, "")  # pieces up to the last complete member, and what closes them
 
     @property
     def has_member(self) -> bool:
@@ -103,11 +105,6 @@ class JsonValue:
     def closing(self) -> str:
         """Return what closes the certain part."""
         return "".join(reversed(self._closers))
-
-    def closed(self) -> str:
-        """Return the members that are complete, as JSON."""
-        num_pieces, closing = self._complete
-        return "".join(self._certain[:num_pieces]) + closing
 
     def _send(self, text: str) -> None:
         self._certain += [*self._pending, text]
@@ -135,15 +132,11 @@ class JsonValue:
             is_whole = written is not None and not self._source.is_over
             if written is not None and is_whole:
                 self._send(written)
-        if is_whole:
-            self._complete = (len(self._certain), self.closing())
         return is_whole
 
     def _members(self, closer: str) -> Reading[bool]:
         self._send(self._source.take())
         self._closers.append(closer)
-        if len(self._closers) == 1:
-            self._complete = (1, closer)
         while (char := (yield from self._next())) != closer:
             if closer == "]":
                 is_read = yield from self._value()
@@ -201,22 +194,18 @@ class JsonValue:
         return "\\" + self._source.take()  # a stray backslash
 
 
-def _whole(text: str) -> tuple[JsonValue, Source]:
+def mended(text: str) -> str | None:
+    """Return the JSON object that a text holds; None if it holds none."""
     source = Source(text, is_ended=True)
     value = JsonValue(source)
     for _ in value.read():
         pass
-    return value, source
-
-
-def mended(text: str) -> str | None:
-    """Return the JSON object that a text holds; None if it holds none."""
-    value, source = _whole(text)
     is_object = value.is_complete and value.first == "{" and not source.text[source.at :].strip()
     return value.hand_on() if is_object else None
 
 
-def complete_members(arguments: str) -> str:
-    """Return the members that are complete in the beginning of an object, as an object."""
-    value, _ = _whole(arguments)
-    return value.closed() if value.first == "{" else "{}"
+def complete_members(arguments: str) -> dict[str, Any]:
+    """Return the members that are complete in the beginning of an object."""
+    # A word at the end may be the beginning of a number.
+    found: dict[str, Any] = from_json(_LAST_WORD.sub("", arguments), allow_partial=True)
+    return found

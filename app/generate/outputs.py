@@ -218,17 +218,8 @@ async def begin(
     params = dataclasses.replace(params, thoughts=thoughts, thought_tokens=conversation.thought_tokens)
     forms = conversation.structure.field if conversation.structure else "tools"
     params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    prompts, field = [prepared.prompt], conversation.field
-    return await _submit(
-        service,
-        prompts,
-        params,
-        field,
-        forms,
-        prepared,
-        add_special_tokens=False,
-        cuts_max_tokens=cuts_max_tokens,
-    )
+    options = {"add_special_tokens": False, "cuts_max_tokens": cuts_max_tokens}
+    return await _submit(service, [prepared.prompt], params, conversation.field, forms, prepared, **options)
 
 
 async def complete(

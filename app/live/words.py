@@ -1,26 +1,48 @@
 """In plain words: what offloading does right now."""
 
+from collections.abc import Iterator
+
 from neo_desktop.app.llamacpp.choice import LLAMACPP_NOTE
-from neo_desktop.engine.live import LiveRequest, LiveView, Phase
+from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.stats import LLAMACPP
 
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 
 
 def sentence(view: LiveView) -> str:
-    """Say what the engine does, and what GPU memory alone would allow."""
-    stats, num_running = view.stats, len(view.requests)
-    if num_running + stats.num_waiting == 0:
-        return " ".join(("No chat is waiting for an answer.", _room(view)))
-    if stats.backend == LLAMACPP:
-        return _one_by_one(view)
-    parts = [_running(view)] if num_running else []
-    if stats.num_waiting:
-        parts.append(_waiting(view))
+    """Say where the memory of chats is, and what GPU memory alone would allow."""
+    num, num_waiting = len(view.requests), view.stats.num_waiting
+    if num + num_waiting == 0:
+        return f"No chat is waiting for an answer. {_room(view)}"
+    parts = []
+    if num and view.stats.backend == LLAMACPP:
+        parts.append("1 chat is being answered.")
+    elif num:
+        parts += _running(view)
+    if num_waiting:
+        parts.append(f"{_chats(num_waiting)} {'waits' if num_waiting == 1 else 'wait'} for room.")
     if behind := sum(request.is_held for request in view.requests):
-        it_waits = "one of them waits" if behind == 1 else f"{behind} of them wait"
-        parts.append(f"The CPU has more to do than fits beside the GPU's work: {it_waits} for a later round.")
+        parts.append(f"The CPU has more to do than fits beside the GPU's work: {_chats(behind)} must wait.")
     return " ".join(parts)
+
+
+def _running(view: LiveView) -> Iterator[str]:
+    num, num_alone = len(view.requests), view.num_gpu_alone
+    num_workers = sum(request.tier.is_remote for request in view.requests)
+    num_cpu = sum(request.tier.in_host_memory for request in view.requests) - num_workers
+    places = {
+        f"on {_gpu(view)}": num - num_cpu - num_workers,
+        "in main memory, where the CPU attends": num_cpu,
+        "on workers, which attend": num_workers,
+    }
+    where = ", ".join(f"{count} {place}" for place, count in places.items() if count)
+    yield f"{_chats(num)} at once: {where}." if num > 1 else f"1 chat: {where.removeprefix('1 ')}."
+    if not num_cpu and not num_workers:
+        yield "Nothing is offloaded."
+    elif num_alone is not None and num_alone < num:
+        yield f"GPU memory alone would hold {num_alone or 'none'}."
+    elif num_alone is not None:
+        yield "GPU memory alone would hold all."
 
 
 def notes(view: LiveView) -> list[str]:
@@ -46,7 +68,7 @@ def _of_workers(view: LiveView) -> list[str]:
     for tier, state in view.workers.items():
         num = sum(request.tier == tier for request in view.requests)
         tokens = view.stats.pools[tier].num_blocks * view.stats.block_size
-        does = f"attends for {num} chat{'s' * (num != 1)}" if num else "is there"
+        does = f"attends for {_chats(num)}" if num else "is there"
         state_now = f"{does}; it has room for {tokens:,} tokens"
         if state.lost is not None:
             again = "its chats are computed again elsewhere, and it is used again as soon as it answers"
@@ -55,78 +77,12 @@ def _of_workers(view: LiveView) -> list[str]:
     return said
 
 
-def _one_by_one(view: LiveView) -> str:
-    waiting = view.stats.num_waiting
-    if not view.requests:
-        return _waiting(view)
-    parts = [f"1 chat: {_doing(view.requests[0])}."]
-    if waiting:
-        parts.append(f"{'1 more waits' if waiting == 1 else f'{waiting} more wait'} for their turn.")
-    return " ".join(parts)
+def _chats(count: int) -> str:
+    return f"{count} chat{'s' * (count != 1)}"
 
 
 def _gpu(view: LiveView) -> str:
     return "the imitated GPU" if view.is_gpu_imitated else "the GPU"
-
-
-def _running(view: LiveView) -> str:
-    gpu, num = _gpu(view), len(view.requests)
-    if num == 1:
-        return _single(view)
-    num_workers = sum(request.tier.is_remote for request in view.requests)
-    num_cpu = sum(request.tier.in_host_memory for request in view.requests) - num_workers
-    num_gpu = num - num_cpu - num_workers
-    chats = f"{num} chats at once"
-    if num_workers:
-        chats += f": {num_gpu} with their memory on {gpu}, {num_cpu} in main memory, {num_workers} on workers"
-        return f"{chats}, which attend for them while {gpu} computes.{_alone(view)}"
-    if num_gpu == num:
-        if view.stats.policy == "gpu-only" and view.stats.num_waiting:
-            return f"{chats}, as many as the memory of {gpu} holds."
-        return f"{chats}, all with their memory on {gpu}: it has room, and nothing is offloaded."
-    if num_cpu == num:
-        chats += ", all with their memory in main memory, where the CPU attends for them"
-        return f"{chats} while {gpu} computes the rest.{_alone(view)}"
-    have = "1 has its" if num_gpu == 1 else f"{num_gpu} have their"
-    them = "it" if num_cpu == 1 else "them"
-    chats += f": {have} memory on {gpu}, {num_cpu} in main memory, where the CPU attends for {them}"
-    return f"{chats} while {gpu} computes.{_alone(view)}"
-
-
-def _single(view: LiveView) -> str:
-    gpu, request = _gpu(view), view.requests[0]
-    where = f"on {gpu}: nothing is offloaded"
-    if request.tier.is_remote:
-        where = f"on {request.tier}, which attends while {gpu} computes the rest"
-    elif request.tier.in_host_memory:
-        where = f"in main memory, where the CPU attends while {gpu} computes the rest"
-    return f"1 chat: {_doing(request)}. Its memory is {where}."
-
-
-def _doing(request: LiveRequest) -> str:
-    if request.phase is Phase.PREFILLING:
-        return f"its {request.num_tokens:,} tokens are being read"
-    return "its answer is being written"
-
-
-def _alone(view: LiveView) -> str:
-    """Say what GPU memory alone would allow."""
-    held, num = view.num_gpu_alone, len(view.requests)
-    if held is None:
-        return ""
-    if held >= num:
-        return " GPU memory alone would hold them, too." if num > 1 else ""
-    return f" GPU memory alone would hold {held or 'none'}."
-
-
-def _waiting(view: LiveView) -> str:
-    num = view.stats.num_waiting
-    wait = "1 more waits" if num == 1 else f"{num} more wait"
-    if not view.requests:
-        return "1 chat is about to begin." if num == 1 else f"{num} chats are about to begin."
-    if not any(tier.in_host_memory for tier in view.stats.pools):
-        return f"{wait} until there is room: the policy {view.stats.policy} leaves main memory unused."
-    return f"{wait} for memory."
 
 
 def _room(view: LiveView) -> str:

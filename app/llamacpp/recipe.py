@@ -23,7 +23,7 @@ TRYING = "Trying llama.cpp on this processor"
 TRIED_TOKENS = 33  # at once: more than one tile of any kernel for several rows
 # A native build has what the compiler finds on the processor: AMX of a Xeon for one, which has crashed.
 REBUILD = (
-    "install it again without code for this very processor: CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
+    "Install it again without code for this very processor: CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
     "--force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 )
 
@@ -75,30 +75,12 @@ class LlamaCppRecipe:
         return min(trained, CONTEXT_TOKENS, max(fitting, LEAST_CONTEXT_TOKENS))
 
 
-class LlamaCppCrashError(RuntimeError):
-    """llama.cpp crashed twice at the same stage."""
-
-
 def load_llamacpp(make: EngineMaker, progress: Progress) -> EngineProcess:
-    """Load a model with llama.cpp in a process; one that crashes is tried once more.
-
-    Raises LlamaCppCrashError: it crashes again; and what `EngineProcess.load` raises.
-    """
+    """Load a model with llama.cpp in a process, see `EngineProcess.load`. RuntimeError: it crashes."""
     try:
         return EngineProcess.load(make, progress)
-    except EngineCrashError as first:
-        logger.warning("llama.cpp crashed (%s) while it said: %s; once more", first.signal, first.stage)
-    try:
-        return EngineProcess.load(make, progress)
-    except EngineCrashError as second:
-        raise LlamaCppCrashError(f"{crashed(second.signal, second.stage)}. {what_to_do()}") from None
-
-
-def crashed(signal: str, stage: str) -> str:
-    where = f" at the stage '{stage}'" if stage else ""
-    return f"llama.cpp crashed twice ({signal}){where}: its build fails on this processor"
-
-
-def what_to_do() -> str:
-    """Say what to do, as a sentence without a full stop."""
-    return f"{REBUILD[0].upper()}{REBUILD[1:]}; or leave --backend out for a model that the engine has"
+    except EngineCrashError as crash:
+        raise RuntimeError(
+            f"llama.cpp crashed ({crash.signal}) at the stage '{crash.stage}': its build fails on this "
+            f"processor. {REBUILD}; or leave --backend out for a model that the engine has"
+        ) from None

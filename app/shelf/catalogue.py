@@ -150,15 +150,10 @@ def _of_one_name(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _subfolders(path: Path) -> list[Path]:
-    with suppress(OSError), os.scandir(path) as entries:
-        return sorted(Path(entry.path) for entry in islice(filter(_is_folder, entries), MAX_FOLDERS))
+    with suppress(OSError):
+        folders = (entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
+        return sorted(islice(folders, MAX_FOLDERS))
     return []
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    with suppress(OSError):  # a link to itself
-        return not entry.name.startswith(".") and entry.is_dir()
-    return False
 
 
 def _is_model(path: Path) -> bool:

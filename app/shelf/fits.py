@@ -1,7 +1,5 @@
 """The fit of a model in this computer's memory, and the room for chats, by the engine's own rules."""
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
@@ -38,7 +36,6 @@ class Fit:
     dtype: str  # of weights and KV
     weights_bytes: int  # over every rank
     host_weights_bytes: int  # that a GPU has no room for
-    resident_shares: Mapping[str, float]  # "qkv" -> the share of its rows on the GPU; empty: 1
     weights_become: str  # the form in memory: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
@@ -52,25 +49,16 @@ class Fit:
     speed_reason: str | None  # why there is none
 
 
-def fit(
-    config: ModelConfig,
-    options: EngineOptions,
-    free: FreeMemory,
-    figures: MachineFigures | str,
-    stored: WeightFormat = DENSE,
-) -> Fit:
-    """Predict the memory and the speed of a model.
+class Fitting:
+    """Predicts the memory and the speed of a model.
+
+    Parts are those of one rank: a GPU of its own, and its share of the host's memory.
 
     Args:
         free: memory, with no model loaded.
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
     """
-    return _Loading(config, options, free, figures, stored).fit()
-
-
-class _Loading:
-    """One rank's part of a model in memory: a GPU of its own, and its share of the host's memory."""
 
     def __init__(
         self,
@@ -78,7 +66,7 @@ class _Loading:
         options: EngineOptions,
         free: FreeMemory,
         figures: MachineFigures | str,
-        stored: WeightFormat,
+        stored: WeightFormat = DENSE,
     ) -> None:
         self.whole, self.options, self.figures, self.stored = whole, options, figures, stored
         self.device = device = choose_device(options.device)
@@ -176,7 +164,6 @@ class _Loading:
             dtype=dtype_name,
             weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form),
             host_weights_bytes=0 if plan is None else plan.host_bytes,
-            resident_shares={} if plan is None else _resident_shares(self.config, plan),
             weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
             kv_bytes_per_1000_tokens=1000 * self.rank.count * self.config.kv_bytes_per_token(self.dtype),
             gpu_tokens=tokens["gpu"],
@@ -197,13 +184,3 @@ def _rates(figures: MachineFigures | str, config: ModelConfig) -> Rates:
         gpu = get_gpu("rtx-3060")
         return machine_rates(gpu, get_host(gpu.host), config)
     return machine_rates(figures.gpu, figures.host, config)
-
-
-def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
-    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for name, matrix in config.each_matrix():
-        if name in plan.resident_rows:
-            of_kind = rows[".".join(part for part in name.split(".") if not part.isdigit())]
-            of_kind[0] += plan.resident_rows[name]
-            of_kind[1] += matrix.rows
-    return {kind: resident / count for kind, (resident, count) in rows.items()}

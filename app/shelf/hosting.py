@@ -17,22 +17,33 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from neo_desktop.app import errors
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.shelf.load_thread import Loader, LoadStoppedError, is_expected, load_in_thread, release
 from neo_desktop.app.shelf.restarts import Restarts
-from neo_desktop.app.words import error_text
+from neo_desktop.app.words import EXPECTED, error_text
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.unused_memory import return_memory
 
 logger = logging.getLogger(__name__)
 
+Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
+
 NO_MODEL = "no model is loaded: load one on the page, or start the server with --model"
 STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
 SMALLEST_STEP = 0.01  # of progress that is worth telling
+
+
+class ShelfError(RuntimeError):
+    """A load or a download that cannot begin; the message says why."""
+
+
+class LoadStoppedError(Exception):
+    """Ends the loader: the model is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,7 @@ class ModelHost:
 
     @property
     def service(self) -> EngineService:
-        """The service of the loaded model; also of a resting one, which requests bring back. NoModelError."""
+        """The service of the loaded model, or of a resting one; NoModelError."""
         loading = self.loading
         if self._service is not None:
             return self._service
@@ -98,6 +109,14 @@ class ModelHost:
         if self._is_gone and self.error is not None:
             raise errors.EngineGoneError(self.error)
         raise errors.NoModelError(f"{self.error} ({NO_MODEL})" if self.error else NO_MODEL)
+
+    async def ready(self) -> EngineService:
+        """Return the service of the loaded model, for a request; a resting model is loaded first."""
+        if self.is_resting:
+            assert self.name is not None
+            task = self._task or self.begin(self.name)
+            await asyncio.shield(task)  # one caller may leave; the others still want the model
+        return self.service
 
     @property
     def has_service(self) -> bool:
@@ -130,11 +149,11 @@ class ModelHost:
                 await asyncio.to_thread(self._service.close)
 
     def begin(self, name: str) -> asyncio.Task[None]:
-        """Begin to load a model in place of the loaded one; HostBusyError, LoadFailedError."""
+        """Begin to load a model in place of the loaded one; ShelfError."""
         if self._load is None:
-            raise errors.LoadFailedError("this server keeps the model that it was started with")
+            raise ShelfError("this server keeps the model that it was started with")
         if self.loading is not None:
-            raise errors.HostBusyError(f"{self.loading.name} is being loaded: stop that, or wait for it")
+            raise ShelfError(f"{self.loading.name} is being loaded: stop that, or wait for it")
         self._restarts.forget()
         return self._begin(Loading(name, 0.0, "Making room"), self._replace(name))
 
@@ -155,26 +174,9 @@ class ModelHost:
             if service is None or service.idle_since_s is None or self.is_resting or self._load is None:
                 return
             self.is_resting = True
-            await service.stop(
-                "the model was unloaded, since nobody used it: try again",
-                timeout_s=None,
-                successor=partial(self._wake, service.model_name),
-            )
-            await asyncio.to_thread(release, service)
+            await service.stop("the model was unloaded, since nobody used it: try again", timeout_s=None)
+            await asyncio.to_thread(_release, service)
         self._tell()
-
-    async def _wake(self, model_name: str) -> EngineService:
-        """Bring back the model that rests, and return its service."""
-        if self.is_resting and self._task is None:
-            assert self.name is not None
-            self.begin(self.name)
-        if self._task is not None:
-            # One caller may leave; the others still want the model.
-            await asyncio.shield(self._task)
-        service = self.service
-        if service.model_name != model_name:
-            raise errors.ServiceStoppedError(f"{model_name} was unloaded to make room for another model")
-        return service
 
     def _begin(self, loading: Loading, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.error, self._is_gone = None, False
@@ -193,7 +195,7 @@ class ModelHost:
         except Exception as error:
             self.name = None
             self.error = f"{name} could not be loaded: {error_text(error)}"
-            logger.warning("%s", self.error, exc_info=not is_expected(error))
+            logger.warning("%s", self.error, exc_info=not isinstance(error, EXPECTED))
         finally:
             self.loading = self._task = None
         if self._service is None:
@@ -211,8 +213,31 @@ class ModelHost:
         await self._take_over(service)
 
     async def _loaded(self, name: str) -> EngineService:
-        assert self._load is not None
-        return await load_in_thread(name, self._load, self._progressed, self._is_stopped)
+        """Load in a thread that the program's end need not wait for; LoadStoppedError: it was stopped."""
+        loop, is_stopped, load = asyncio.get_running_loop(), self._is_stopped, self._load
+        done: Future[EngineService] = Future()
+        assert load is not None
+
+        def progress(share: float, what: str) -> None:
+            if is_stopped.is_set():
+                raise LoadStoppedError
+            loop.call_soon_threadsafe(self._progressed, share, what)
+
+        def run() -> None:
+            done.set_running_or_notify_cancel()
+            try:
+                service = load(name, progress)
+                if is_stopped.is_set():
+                    service.close()
+                    raise LoadStoppedError
+                done.set_result(service)
+            except Exception as error:
+                # The frames of its traceback hold what was loaded.
+                is_expected = isinstance(error, (LoadStoppedError, *EXPECTED))
+                done.set_exception(error.with_traceback(None) if is_expected else error)
+
+        threading.Thread(target=run, name="model loader", daemon=True).start()
+        return await asyncio.wrap_future(done)
 
     async def _take_over(self, service: EngineService) -> None:
         """Answer with a service from now on; should its engine end, start it again."""
@@ -226,7 +251,7 @@ class ModelHost:
         if service is not self._service or self._task is not None:
             return reason  # another model has taken its place
         name, self._service = self.name or service.model_name, None
-        self._restarts.ended(reason, service.stats.backend)
+        self._restarts.ended(reason)
         if self._restarts.pause_s is None:
             told = self._restarts.verdict(name, service.stats.device)
         else:
@@ -238,7 +263,7 @@ class ModelHost:
     async def _start_again(self, name: str, ended: EngineService) -> None:
         """Load a model until that succeeds, or too many engines have ended."""
         await ended.stop()
-        await asyncio.to_thread(release, ended)
+        await asyncio.to_thread(_release, ended)
         while (pause_s := self._restarts.pause_s) is not None:
             self._restarts.begun()
             self._restarts.be_careful(ended.stats.device)
@@ -275,7 +300,7 @@ class ModelHost:
         if not keep:
             self._service, self.is_resting, self.name = None, False, None
         await service.stop(reason, timeout_s=None)
-        await asyncio.to_thread(release, service)
+        await asyncio.to_thread(_release, service)
 
     async def _watch_idle(self, idle_s: float) -> None:
         while True:
@@ -290,3 +315,8 @@ class ModelHost:
     def _tell(self) -> None:
         for listener in self.listeners:
             listener()
+
+
+def _release(service: EngineService) -> None:
+    service.close()
+    return_memory()

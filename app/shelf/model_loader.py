@@ -9,15 +9,15 @@ from typing import Any
 import psutil
 import torch
 
-from neo_desktop.app.engines.messages import EngineLink, EngineMaker
+from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.engines.service import EngineLink, EngineService
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.checkpoint_summary import LocalModel
-from neo_desktop.app.shelf.fits import Fit, fit
+from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.engine import Engine
@@ -186,7 +186,7 @@ class ModelLoader:
 
     def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool = False) -> Fit:
         """Predict a model in place of the one that may be loaded."""
-        return fit(config, self.options, self._free(is_loaded), self.figures(), stored)
+        return Fitting(config, self.options, self._free(is_loaded), self.figures(), stored).fit()
 
     def figures(self) -> MachineFigures | str:
         return find_figures(choose_device(self.options.device), self._reports)

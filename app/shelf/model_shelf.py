@@ -5,20 +5,15 @@ import logging
 import threading
 from pathlib import Path
 
-from neo_desktop.app.errors import HostBusyError, LoadFailedError
 from neo_desktop.app.news import MODELS, News
 from neo_desktop.app.shelf.catalogue import UnknownModelError
-from neo_desktop.app.shelf.hosting import SMALLEST_STEP, Loading, ModelHost
+from neo_desktop.app.shelf.hosting import SMALLEST_STEP, Loading, ModelHost, ShelfError
 from neo_desktop.app.shelf.hub_files import PullError, PullStoppedError
 from neo_desktop.app.shelf.model_loader import Candidate, ModelLoader
 from neo_desktop.app.shelf.pull import check_name, pull
 from neo_desktop.engine.loading import BUILTIN_NAME
 
 logger = logging.getLogger(__name__)
-
-
-class ShelfError(RuntimeError):
-    """A load or a download that cannot begin; the message says why."""
 
 
 class ModelShelf:
@@ -67,10 +62,7 @@ class ModelShelf:
         candidate = await asyncio.to_thread(loader.candidate, model, is_loaded=self.host.has_weights)
         if reason := candidate.refusal or await asyncio.to_thread(loader.why_not, model):
             raise ShelfError(f"{name} cannot be loaded: {reason}")
-        try:
-            self.host.begin(model.name)
-        except (HostBusyError, LoadFailedError) as error:
-            raise ShelfError(str(error)) from None
+        self.host.begin(model.name)
 
     def start_pull(self, name: str, *, load: bool = False) -> None:
         """Begin a download, and load the model once it is here; ShelfError."""

@@ -4,11 +4,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from neo_desktop.app.engines.messages import CrashReason
-from neo_desktop.app.llamacpp.recipe import crashed, what_to_do
 from neo_desktop.engine.doctor.safe_start import careful_levels
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.stats import LLAMACPP, NEO
 
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
 WINDOW_S = 600.0  # in which they are counted
@@ -23,25 +20,18 @@ class Restarts:
         self._starts_s: deque[float] = deque()
         self._reasons: list[str] = []  # without repetition, the newest last
         self._num_failed = 0  # starts in a row
-        self._is_hopeless = False
 
     @property
     def pause_s(self) -> float | None:
         """Seconds before the next start; None: there is none."""
-        if self._is_hopeless or self._num_failed >= len(PAUSES_S):
+        if self._num_failed >= len(PAUSES_S):
             return None
         while self._starts_s and self._starts_s[0] <= self._clock() - WINDOW_S:
             self._starts_s.popleft()
         return PAUSES_S[len(self._starts_s)] if len(self._starts_s) < len(PAUSES_S) else None
 
-    def ended(self, reason: str, backend: str = NEO) -> None:
-        """It ended, for this reason.
-
-        What crashes llama.cpp twice crashes it again: a careful start cannot leave out a part.
-        """
-        self._is_hopeless = self._is_hopeless or (
-            backend == LLAMACPP and isinstance(reason, CrashReason) and reason in self._reasons
-        )
+    def ended(self, reason: str) -> None:
+        """It ended, for this reason."""
         self._reasons = [*(each for each in self._reasons if each != reason), reason][-MAX_REASONS:]
 
     def failed(self, reason: str) -> None:
@@ -67,20 +57,17 @@ class Restarts:
         """A person has chosen: what was before does not count."""
         self._starts_s.clear()
         self._reasons.clear()
-        self._num_failed, self._is_hopeless = 0, False
+        self._num_failed = 0
 
     def verdict(self, name: str, device: str) -> str:
         """Say why it is not started again, and give advice; without a full stop."""
         reasons = "; before that: ".join(reversed(self._reasons))
-        if self._is_hopeless:
-            crash = next(each for each in reversed(self._reasons) if isinstance(each, CrashReason))
-            return f"{name} is not started again: {crashed(crash.signal, '')}. {what_to_do()}"
         advice = (
-            "to go on without the GPU, start the program with --device cpu (neo-desktop chat --device cpu)"
+            "To go on without the GPU, start the program with --device cpu (neo-desktop chat --device cpu)"
             if device == "cuda"
-            else "to try again, load it on the page or restart the server"
+            else "To try again, load it on the page or restart the server"
         )
         return (
             f"the engine of {name} was started again {len(PAUSES_S)} times within {WINDOW_S / 60:g} minutes "
-            f"and ended each time, so it is left: {reasons}. {advice[0].upper()}{advice[1:]}"
+            f"and ended each time, so it is left: {reasons}. {advice}"
         )

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from neo_desktop.app.simulate.machine import USUAL_MODELS, Machine
 from neo_desktop.app.words import duration
-from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -76,25 +75,13 @@ class SimulationReport:
         console.print(assumed, highlight=False, markup=False)
 
     def _refusals(self) -> Iterator[str]:
-        """Yield which requests some policies cannot run, and why."""
-        by_limit: dict[str, list[SimulationResult]] = {}
+        """Yield how many requests some policies cannot run, and why."""
+        context = self.machine.config.max_context_tokens
         for result in self.results.values():
             if result.num_refused:
-                by_limit.setdefault(self._limit(result), []).append(result)
-        longest = max(self.requests, key=lambda request: request.total_tokens)
-        lengths = f"a prompt of {longest.prompt_tokens:,} tokens and an answer of {longest.output_tokens:,}"
-        for limit, refusing in by_limit.items():
-            names = " and ".join(result.policy for result in refusing)
-            count = f"{refusing[0].num_refused:,} of {len(self.requests):,}"
-            yield f"{count} requests do not fit {limit} (the longest has {lengths}): {names} cannot run them."
-
-    def _limit(self, result: SimulationResult) -> str:
-        if result.longest_tokens == self.machine.config.max_context_tokens:
-            return f"{self.machine.model}'s context of {result.longest_tokens:,}"
-        tiers = POLICIES[result.policy].tiers
-        if len(tiers) > 1:
-            return f"either cache, the larger of which holds {result.longest_tokens:,}"
-        return f"the {tiers[0].title} of {result.longest_tokens:,}"
+                holder = "the model's context" if result.longest_tokens == context else "any of its caches"
+                count = f"{result.num_refused:,} of {len(self.requests):,} requests"
+                yield f"{result.policy} cannot run {count}: {result.longest_tokens:,} tokens fit {holder}."
 
     def _share(self, result: SimulationResult) -> float:
         bound = self.bound_output_tokens_per_s

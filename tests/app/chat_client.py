@@ -133,3 +133,15 @@ class ChatClient:
 
     def answered(self, chat_id: str, text: str, parent_id: str | None = None, **body: Any) -> Json:
         return self.ended(self.ask(chat_id, text, parent_id, **body)[1])
+
+
+def chats_file(*messages: dict[str, Any], leaf_id: str | None = None, **parts: Any) -> dict[str, Any]:
+    """Return a file of one chat."""
+    entry = {"id": "c", "title": "t", "created_s": 1.0, "updated_s": 1.0, **parts.pop("entry", {})}
+    chat = {"entry": entry, "settings": {}, "leaf_id": leaf_id, "messages": messages, **parts}
+    return {"format": "neo-desktop chats", "version": 1, "chats": [chat]}
+
+
+def message(role: str, parent_id: str | None = None, **fields: Any) -> dict[str, Any]:
+    same = {"id": "a", "chat_id": "c", "created_s": 1.0, "text": "x"}
+    return same | {"role": role, "parent_id": parent_id, **fields}

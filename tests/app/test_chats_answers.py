@@ -16,7 +16,7 @@ from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 
-from .chat_client import ChatClient, RefusedError, install
+from .chat_client import ChatClient, RefusedError, chats_file, install, message
 from .conftest import RunningServer, eventually, is_idle, running, served
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
@@ -146,10 +146,8 @@ def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
 ) -> None:
     """Stop strings apply after the end of the thought only."""
     engine = make_engine(executor, num_blocks=512, template="<assistant><think>")
-    question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
-    answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
-    chat = {"title": "", "created_s": 1, "updated_s": 1, "leaf": 1, "messages": [question, answer]}
-    file = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    answer = message("assistant", "a", id="b", text=text, thought=thought, state="cut")
+    file = json.dumps(chats_file(message("user", text="one"), answer, leaf_id="b"))
     with running(engine, data_folder=tmp_path) as server:
         chats = ChatClient(server.url)
         (chat_id,) = chats.call("add", file)
@@ -282,7 +280,6 @@ def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
         (("ask", "CHAT", None, " "), {}, "NotPossibleError"),
         (("ask", "CHAT", None, "x" * 2_000_001), {}, "NotPossibleError"),
         (("ask", "CHAT", None, "x", ["file"] * 21), {}, "NotPossibleError"),
-        (("set_preset", "a name", "x" * 2_000_001), {}, "NotPossibleError"),
         (("new_chat",), {"system_prompt": "x" * 2_000_001}, "NotPossibleError"),
         (("ask", "CHAT", "none", "x"), {}, "NotFoundError"),
         (("ask", "none", None, "x"), {}, "NotFoundError"),

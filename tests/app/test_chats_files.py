@@ -15,7 +15,7 @@ from pypdf import PdfWriter
 from neo_desktop.app.chats import attachments
 from neo_desktop.app.errors import ApiError
 
-from .chat_client import ChatClient, RefusedError
+from .chat_client import ChatClient, RefusedError, chats_file, message
 from .conftest import running
 from .fake_engine import FakeExecutor, make_engine
 
@@ -91,35 +91,27 @@ def test_markdown_shows_the_branch_that_is_shown(chats: ChatClient) -> None:
     assert text == f"# hidden\n\n## Question\n\nshown\n\n## Answer (alphabet)\n\n{answer['text']}\n"
 
 
-def chats_file(**chat: Any) -> dict[str, Any]:
-    message = {"parent": None, "role": "user", "created_s": 1.0, "text": "hello"}
-    whole = {"title": "t", "created_s": 1.0, "updated_s": 1.0, "messages": [message], **chat}
-    return {"format": "neo-desktop chats", "version": 1, "chats": [whole]}
-
-
-def message(role: str, parent: int | None, **fields: Any) -> dict[str, Any]:
-    return {"role": role, "parent": parent, "created_s": 1.0, "text": "x", **fields}
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
         (b"[" * 100_000, "Invalid JSON"),
         (b"{}", "format"),
         ({"format": "neo-desktop chats", "version": 2, "chats": []}, "version"),
-        (chats_file(messages=[message("user", 0)]), "parent"),
-        (chats_file(messages=[message("user", 5)]), "parent"),
-        (chats_file(messages=[message("user", -1)]), "parent"),
-        (chats_file(messages=[message("assistant", None)]), "no answer to one"),
-        (chats_file(messages=[message("user", None), message("user", 0)]), "follows a question"),
-        (chats_file(leaf=1), "leaf"),
-        (chats_file(messages=[message("user", None, state="streaming")]), "state"),
-        (chats_file(messages=[message("system", None)]), "role"),
-        (chats_file(messages=[message("user", None, created_s=1e300)]), "created_s"),
-        (chats_file(messages=[message("user", None, id="1' OR 1")]), "id"),
+        (chats_file(message("user", "a")), "parent"),
+        (chats_file(message("user", "b")), "parent"),
+        (chats_file(message("user"), message("assistant", "a")), "parent"),  # two of one id
+        (chats_file(message("assistant")), "no answer to one"),
+        (chats_file(message("user"), message("user", "a", id="b")), "follows a question"),
+        (chats_file(message("user"), leaf_id="b"), "leaf"),
+        (chats_file(message("user", state="streaming")), "state"),
+        (chats_file(message("system")), "role"),
+        (chats_file(message("user", created_s=1e300)), "created_s"),
+        (chats_file(message("user", server="1' OR 1")), "server"),
         (chats_file(settings={"seed": 2**70}), "seed"),
-        (b'{"format": "neo-desktop chats", "version": 1, "chats": [{"title": "\\ud800"}]}', ""),
-        (json.dumps(chats_file(updated_s=float("nan"))).encode(), ""),
+        (chats_file(settings={"sed": 1}), "sed"),
+        (chats_file(entry={"title": "t" * 10_001}), "title"),
+        (b'{"format": "neo-desktop chats", "version": 1, "chats": [{"leaf_id": "\\ud800"}]}', ""),
+        (json.dumps(chats_file(entry={"updated_s": float("nan")})).encode(), ""),
     ],
 )
 def test_a_hostile_import_is_refused_as_a_whole(chats: ChatClient, body: Any, reason: str) -> None:
@@ -221,14 +213,3 @@ def test_a_pdf_bomb_costs_little_and_the_server_lives_on(chats: ChatClient) -> N
     with pytest.raises(RefusedError, match=r"bomb\.pdf"):
         attach(chats, "bomb.pdf", pdf_bomb())
     assert attach(chats, "paper.pdf", make_pdf("The first page"))["text"] == "The first page"
-
-
-def test_presets(chats: ChatClient) -> None:
-    chats.call("set_preset", "Pirate/Parrot 🦜", "Talk like one.")
-    chats.call("set_preset", "Brief", "x")
-    chats.call("set_preset", "Brief", "Be brief.")
-    assert chats.call("presets") == {"Brief": "Be brief.", "Pirate/Parrot 🦜": "Talk like one."}
-    chats.call("set_preset", "Brief", "")
-    assert chats.call("presets") == {"Pirate/Parrot 🦜": "Talk like one."}
-    with pytest.raises(RefusedError):
-        chats.call("set_preset", "Brief", "")

@@ -50,14 +50,12 @@ def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     answered(store, chat_id, "uno", "I")
     file = store.attach("notes.txt", "text", "some notes")
     store.ask(chat_id, first.id, "three", [file.id])
-    store.set_preset("short", "Be brief.")
     before = store.chat(chat_id)
     assert before.settings == settings
     assert before.messages[-2].attachments == (file,)
     store.close()
     with closing(ChatStore(tmp_path)) as again:
         assert again.chat(chat_id) == before  # the last answer still counts as written by this process
-        assert again.presets() == [("short", "Be brief.")]
         assert again.notice is None
 
 

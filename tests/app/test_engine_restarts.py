@@ -248,7 +248,7 @@ async def test_unloading_ends_the_process_and_an_idle_one_comes_back(loader: Fra
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
     await host.start()
     await until(lambda: host.is_resting and is_gone(loader.pids[0]))
-    assert await ask(host.service) == "fgh"
+    assert await ask(await host.ready()) == "fgh"
     await until(lambda: host.is_resting)
     await host.begin("beta")
     service = host.service

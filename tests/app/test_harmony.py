@@ -17,7 +17,7 @@ from neo_desktop.models.harmony import MARKS
 from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
-from .chat_client import ChatClient
+from .chat_client import ChatClient, chats_file, message
 from .conftest import running
 from .fake_engine import MODEL, ScriptedExecutor, make_engine
 
@@ -281,10 +281,8 @@ def test_stop_strings_count_in_answers_alone(chat: Chat) -> None:
 def test_a_continued_answer_keeps_its_channels(tmp_path: Path, thought: str, text: str, written: str) -> None:
     tokenizer, executor = tokenizer_with(MARKS), ScriptedExecutor()
     executor.tokenizer = tokenizer
-    question = {"parent": None, "role": "user", "created_s": 1, "text": "one"}
-    answer = question | {"parent": 0, "role": "assistant", "text": text, "thought": thought, "state": "cut"}
-    chat = {"title": "", "created_s": 1, "updated_s": 1, "leaf": 1, "messages": [question, answer]}
-    file = json.dumps({"format": "neo-desktop chats", "version": 1, "chats": [chat]})
+    answer = message("assistant", "a", id="b", text=text, thought=thought, state="cut")
+    file = json.dumps(chats_file(message("user", text="one"), answer, leaf_id="b"))
     engine = make_engine(executor, template=TEMPLATE, tokenizer=tokenizer)
     with running(engine, data_folder=tmp_path) as server:
         chats = ChatClient(server.url)

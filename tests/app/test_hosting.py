@@ -13,13 +13,11 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import (
-    HostBusyError,
     ModelLoadingError,
     NoModelError,
-    ServiceError,
     ServiceStoppedError,
 )
-from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.hosting import ModelHost, ShelfError
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import ZERO
@@ -117,7 +115,7 @@ async def test_only_one_model_is_loaded_at_a_time() -> None:
     loader.open.clear()
     host = ModelHost(load=loader)
     task = host.begin("alpha")
-    with pytest.raises(HostBusyError, match="alpha is being loaded"):
+    with pytest.raises(ShelfError, match="alpha is being loaded"):
         host.begin("beta")
     loader.open.set()
     await task
@@ -147,10 +145,9 @@ async def test_an_idle_model_goes_and_the_next_requests_bring_it_back() -> None:
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
     await host.start()
     await until(lambda: host.is_resting)
-    service = host.service  # as routes use it: it has its name, and accepts requests
-    assert service.model_name == "alpha"
-    assert service.refusal is None
-    texts = await asyncio.gather(*(ask(service) for _ in range(5)))
+    assert host.service.model_name == "alpha"
+    services = await asyncio.gather(*(host.ready() for _ in range(5)))
+    texts = await asyncio.gather(*map(ask, services))
     assert set(texts) == {"fgh"}
     assert loader.loaded == ["alpha", "alpha"]
     await until(lambda: host.is_resting)
@@ -178,14 +175,9 @@ async def test_requests_for_a_model_that_does_not_come_back_are_told_why() -> No
     host = ModelHost(load=loader, name="alpha", idle_unload_s=0.02)
     await host.start()
     await until(lambda: host.is_resting)
-    service = host.service
     loader.error = MemoryError("another program took the memory")
-    with pytest.raises(ServiceError, match="another program took the memory"):
-        await ask(service)
-    loader.error = None
-    await host.begin("beta")
-    with pytest.raises(ServiceStoppedError, match="alpha was unloaded"):
-        await ask(service)
+    with pytest.raises(NoModelError, match="another program took the memory"):
+        await host.ready()
     await host.stop()
 
 

@@ -101,25 +101,20 @@ def chats(gpu: int, cpu: int, held: int = 0) -> list[LiveRequest]:
         ),
         (
             make_view(chats(1, 0)),
-            "1 chat: its answer is being written. Its memory is on the GPU: nothing is offloaded.",
+            "1 chat: on the GPU. Nothing is offloaded.",
         ),
         (
             make_view(chats(3, 5)),
-            "8 chats at once: 3 have their memory on the GPU, 5 in main memory, where the CPU attends for "
-            "them while the GPU computes. GPU memory alone would hold 3.",
-        ),
-        (
-            make_view(chats(3, 0), policy="gpu-only", waiting=5),
-            "3 chats at once, as many as the memory of the GPU holds. "
-            "5 more wait until there is room: the policy gpu-only leaves main memory unused.",
+            "8 chats at once: 3 on the GPU, 5 in main memory, where the CPU attends. "
+            "GPU memory alone would hold 3.",
         ),
         (
             make_view(chats(2, 4, held=3), waiting=1),
-            "6 chats at once: 2 have their memory on the GPU, 4 in main memory, where the CPU attends for "
-            "them while the GPU computes. GPU memory alone would hold 2. 1 more waits for memory. "
-            "The CPU has more to do than fits beside the GPU's work: 3 of them wait for a later round.",
+            "6 chats at once: 2 on the GPU, 4 in main memory, where the CPU attends. "
+            "GPU memory alone would hold 2. 1 chat waits for room. "
+            "The CPU has more to do than fits beside the GPU's work: 3 chats must wait.",
         ),
-        (make_view(waiting=2), "2 chats are about to begin."),
+        (make_view(waiting=2), "2 chats wait for room."),
     ],
 )
 def test_one_sentence_says_what_offloading_does(view: LiveView, expected: str) -> None:
@@ -222,8 +217,7 @@ def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
     requests = [request(0, GPU), request(1, CPU), request(2, KVTier.worker(1)), request(3, KVTier.worker(1))]
     view = make_view(requests, workers=WORKERS)
     assert sentence(view).startswith(
-        "4 chats at once: 1 with their memory on the GPU, 1 in main memory, 2 on workers, which attend for "
-        "them while the GPU computes."
+        "4 chats at once: 1 on the GPU, 1 in main memory, where the CPU attends, 2 on workers, which attend."
     )
     assert notes(view) == [
         "worker-1 at 10.0.0.2:7455 attends for 2 chats; it has room for 1,024 tokens.",
@@ -235,5 +229,5 @@ def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
     assert "worker-1 (10.0.0.2:7455): 64 of 1,024 tokens" in text
     assert "worker-2 (10.0.0.3:7455): it has not answered for 10 s" in text
     alone = sentence(make_view(requests[2:3], workers=WORKERS))
-    assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone
+    assert "1 chat: on workers, which attend." in alone
     assert "room for 1,024 tokens on the GPU and 1,024 in main memory" in sentence(make_view(workers=WORKERS))

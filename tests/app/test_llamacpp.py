@@ -1,6 +1,5 @@
 """llama.cpp behind the same service, with an imitation of its functions."""
 
-import itertools
 import signal
 import sys
 import threading
@@ -16,9 +15,8 @@ import pytest
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
-from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppCrashError, LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
-from neo_desktop.app.llamacpp.trial import try_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
@@ -233,27 +231,13 @@ def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGILL", "SIGABRT"])
-def test_a_build_that_crashes_is_tried_twice_and_said(
+def test_a_build_that_crashes_is_said(
     name: str, api: Any, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IMITATED_CRASH", str(int(signal.Signals[name])))
     loader = ModelLoader(Catalogue([file.parent], model=str(file)), CPU)
-    stages: list[str] = []
-    with pytest.raises(LlamaCppCrashError, match=rf"crashed twice \({name}\).*Trying.*-DGGML_NATIVE=OFF"):
-        loader("strange", lambda _, what: stages.append(what))
-    starts = [before for before, after in itertools.pairwise(stages) if after == TRYING != before]
-    assert len(starts) == 2
-
-
-def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = try_llamacpp()
-    assert outcome is not None
-    assert outcome.is_ok, outcome.reason
-    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.SIGSEGV)))
-    outcome = try_llamacpp()
-    assert outcome is not None
-    assert outcome.has_failed
-    assert "Q4_1: llama.cpp crashed twice (SIGSEGV)" in (outcome.reason or "")
+    with pytest.raises(RuntimeError, match=rf"crashed \({name}\).*Trying.*-DGGML_NATIVE=OFF"):
+        loader("strange", nothing)
 
 
 @pytest.mark.parametrize(

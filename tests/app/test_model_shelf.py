@@ -18,10 +18,10 @@ from neo_desktop.app.news import MODELS, SELFTEST
 from neo_desktop.app.page.selftest import SelfTestError
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
-from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.shelf.hosting import ModelHost, ShelfError
 from neo_desktop.app.shelf.hub_files import PullError
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.model_shelf import ModelShelf, ShelfError
+from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.shelf.packaged_model import NAME
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress

@@ -1,7 +1,6 @@
-"""/openapi.json and /docs describe the API, and requests generated from them never break it."""
+"""/openapi.json describes the API, and requests generated from them never break it."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,13 +67,8 @@ def test_its_examples_are_answered(server: RunningServer, http: httpx.Client) ->
         assert answer.status_code == 200, answer.text
 
 
-def test_the_documents_are_served_and_fetch_nothing_else(http: httpx.Client) -> None:
+def test_it_is_served(http: httpx.Client) -> None:
     assert http.get("/openapi.json").json() == DOCUMENT
-    page = http.get("/docs")
-    assert page.headers["content-type"].startswith("text/html")
-    assert all(f"/v1{path}</code></h2>" in page.text for _, path, _ in OPERATIONS)
-    assert "<code>messages</code> (required)" in page.text
-    assert not re.search(r"<script|src=|https?://|<link", page.text)
 
 
 def requests() -> st.SearchStrategy[Any]:

@@ -164,7 +164,7 @@ def test_the_price_stands_beside_the_gain() -> None:
 def test_what_no_place_can_hold_is_named() -> None:
     text = told(run_simulation(replace(SMALL, input_tokens=5000), ignore))
     assert "llama-2-7b cannot run this, with or without offloading" in text
-    assert "do not fit llama-2-7b's context of 4,096" in text
+    assert "30 of 30 requests: 4,096 tokens fit the model's context" in text
 
 
 def test_a_model_that_does_not_fit_is_answered_with_one_that_does() -> None:

@@ -39,7 +39,7 @@ def last(options: BenchOptions) -> LoadReport:
 @pytest.fixture(scope="module", autouse=True)
 def _two_rates() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite, "USUAL", suite.USUAL._replace(load_shares=(0.5, 1.0)))
+        patch.setattr(suite, "LOAD_SHARES", (0.5, 1.0))
         yield
 
 
