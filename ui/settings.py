@@ -10,6 +10,7 @@ from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
+from neo_desktop.ui.tools import ToolsView
 
 # field, label, hint, whole numbers only
 NUMBERS = (
@@ -39,15 +40,21 @@ class SettingsView:
             for name, label, hint, is_whole in NUMBERS
         ]
         self.reset = gr.Button("Reset to the model's own", size="sm")
+        self.tools = ToolsView(chat, self._set)
 
     @property
     def components(self) -> list[Any]:
+        """The components that `shown` writes."""
+        return [*self.fields, *self.tools.components]
+
+    @property
+    def fields(self) -> list[Any]:
         """The components that show settings, in the order of `values`."""
         return [self.prompt, *self.numbers]
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
-        look, shown = self._chat.look, self.components
+        look, shown = self._chat.look, self.fields
         left = [component.blur for component in shown]
         # Gradio's default drops a field that is left while the one before is being kept.
         gr.on(left, self.keep, [look, *shown], None, trigger_mode="always_last", **QUIET)
@@ -56,6 +63,7 @@ class SettingsView:
         self.preset.input(self.use, [look, self.preset], [self.prompt], **QUIET)
         self.save.click(self.save_preset, [self.preset, self.prompt], [self.preset], **QUIET)
         self.forget.click(self.save_preset, [self.preset], [self.preset], **QUIET)
+        self.tools.connect()
 
     @staticmethod
     def values(settings: Settings) -> list[Any]:
@@ -66,11 +74,12 @@ class SettingsView:
         """Write the settings down."""
         prompt, *numbers = values
         named = dict(zip((name for name, *_ in NUMBERS), numbers, strict=True))
-        await self._set(look, Settings(system_prompt=prompt or None, **named))
+        servers = _settings(await self._chat.present(look)).servers
+        await self._set(look, Settings(system_prompt=prompt or None, servers=servers, **named))
 
     async def clear(self, look: Look) -> list[Any]:
         """Take the model's own settings."""
-        await self._set(look, Settings())
+        await self._set(look, Settings(servers=_settings(await self._chat.present(look)).servers))
         return self.values(Settings())
 
     async def _set(self, look: Look, settings: Settings) -> None:
@@ -106,7 +115,8 @@ class SettingsView:
 
     def shown(self, chat: Chat | None) -> dict[Any, Any]:
         """Return what each component shows for a chat; a new chat has the model's own settings."""
-        return dict(zip(self.components, self.values(_settings(chat)), strict=True))
+        settings = _settings(chat)
+        return dict(zip(self.fields, self.values(settings), strict=True)) | self.tools.shown(settings)
 
 
 def _settings(chat: Chat | None) -> Settings:

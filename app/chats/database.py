@@ -45,6 +45,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
         "CREATE TABLE presets (name TEXT PRIMARY KEY, text TEXT NOT NULL)",
     ),
+    ("ALTER TABLE messages ADD COLUMN rounds TEXT",),
 )
 
 

@@ -1,5 +1,6 @@
 """Chats as files: JSON that can be read in again, and Markdown for people."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -17,6 +18,7 @@ from neo_desktop.app.chats.messages import (
     Text,
     branch,
 )
+from neo_desktop.app.chats.rounds import Round
 from neo_desktop.app.chats.store import new_id
 
 MAX_CHATS = 20_000
@@ -35,7 +37,17 @@ class AttachmentPart(_Part):
     text: Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
 
 
-_SAME = ("role", "created_s", "text", "thought", "thought_s", "state", "error", "figures")  # in `Message`
+_SAME = (
+    "role",
+    "created_s",
+    "text",
+    "thought",
+    "thought_s",
+    "state",
+    "error",
+    "rounds",
+    "figures",
+)  # in `Message`
 
 
 class MessagePart(_Part):
@@ -50,6 +62,7 @@ class MessagePart(_Part):
     state: Literal["done", "stopped", "cut", "failed"] = "done"
     error: Annotated[str, Field(max_length=100_000)] | None = None
     figures: Figures | None = None
+    rounds: Annotated[tuple[Round, ...], Field(max_length=1000)] = ()
     attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
 
     @classmethod
@@ -120,7 +133,9 @@ class ChatPart(_Part):
             for message_id, part in zip(ids, self.messages, strict=True)
         )
         entry = ChatEntry(chat_id, self.title, self.created_s, self.updated_s, is_streaming=False)
-        return Chat(entry, self.settings, None if self.leaf is None else ids[self.leaf], messages)
+        # A file switches no servers on.
+        settings = replace(self.settings, servers=())
+        return Chat(entry, settings, None if self.leaf is None else ids[self.leaf], messages)
 
 
 class ChatsFile(_Part):
@@ -149,9 +164,16 @@ def to_markdown(chat: Chat) -> str:
             "## Question" if message.role == "user" else f"## Answer{f' ({model})' if model else ''}"
         )
         parts += [f"*Attached: {one.name}*" for one in message.attachments]
-        if message.thought:
-            parts.append("\n".join(f"> {line}".rstrip() for line in message.thought.strip().splitlines()))
-        parts.append(message.text.strip())
+        for one in message.rounds:
+            parts += [_quoted(one.thought), one.text.strip()]
+            for call in one.calls:
+                result = _quoted(call.result or f"({call.state})")
+                parts.append(f"*Tool: {call.name} {call.arguments}*\n\n{result}")
+        parts += [_quoted(message.thought), message.text.strip()]
         if message.error:
             parts.append(f"*{message.error}*")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())
