@@ -10,8 +10,8 @@ class News:
     """Wakes the followers of a topic. Belongs to the event loop.
 
     Topics: `CHATS`, `MODELS`, `SELFTEST`, `TOOLS`, and for each chat `chat_topic` (its messages, settings or
-    shown branch changed) and `text_topic` (an answer grew). A follower reads the present state itself, so that
-    a slow one skips states and queues nothing.
+    shown branch changed) and `text_topic` (an answer grew). A follower reads the present state itself, so
+    that a slow one skips states and queues nothing.
     """
 
     def __init__(self) -> None:

@@ -52,13 +52,9 @@ class ToolsView:
         names = list(dict.fromkeys([*(state.name for state in states), *settings.servers]))
         boxes = gr.update(choices=names, value=list(settings.servers), visible=bool(names))
         lines = [_line(state, state.name in settings.servers) for state in states]
-        hint = (
-            None if names or error else tag("p", "None yet. List them in ", tag("code", self._servers.file))
-        )
-        return {
-            self.names: boxes,
-            self.states: tag("div", lines, hint, error and tag("p", error, class_="error")),
-        }
+        hint = tag("p", "None yet. List them in ", tag("code", self._servers.file), class_="muted")
+        trouble = tag("p", error, class_="error") if error else hint if not names else None
+        return {self.names: boxes, self.states: tag("div", lines, trouble)}
 
 
 def _line(state: ServerState, is_on: bool) -> Markup | None:

@@ -58,6 +58,11 @@ class Round:
         return [said, *results]
 
 
+def place_of(round_number: int, call_number: int) -> str:
+    """Return a word for the place of a call in its answer."""
+    return f"{round_number}.{call_number}"
+
+
 def rounds_of(text: str | None) -> tuple[Round, ...]:
     """Return the rounds that JSON text holds."""
     return tuple(
