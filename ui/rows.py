@@ -112,11 +112,14 @@ def _round(one: Round, is_live: bool) -> list[Row]:
     for call in one.calls:
         is_open = is_live and call.state in ("asked", "running")
         ended = _CALLS.get(call.state, "" if is_live else ": not run")
-        server = f" of {safe(call.server)}" if call.server else ""
+        server = f" of {_word(call.server)}" if call.server else ""
         content = _fenced(_pretty(call.arguments), "json")
         if call.result is not None:
             content += f"\n\n**Result**\n\n{_fenced(call.result)}"
-        metadata = {"title": f"🛠 `{call.name}`{server}{ended}", "status": "pending" if is_open else "done"}
+        metadata = {
+            "title": f"Tool {_word(call.name)}{server}{ended}",
+            "status": "pending" if is_open else "done",
+        }
         rows.append({"role": "assistant", "content": content, "metadata": metadata})
     return rows
 
@@ -132,9 +135,13 @@ def _asked(message: Message) -> Row | None:
             if call.state == "asked":
                 where = f"{message.id} {place_of(number, place)}"
                 options = [{"label": label, "value": f"{act} {where}"} for act, label in _DECISIONS.items()]
-                question = f"May `{call.name}` of {safe(call.server)} run with these arguments?"
+                question = f"May {_word(call.name)} of {_word(call.server)} run with these arguments?"
                 return {"role": "assistant", "content": question, "options": options}
     return None
+
+
+def _word(name: str) -> str:
+    return f"`{name.replace('`', '')}`"
 
 
 def _pretty(arguments: str) -> str:

@@ -35,12 +35,12 @@ class SettingsView:
         with gr.Row():
             self.save = gr.Button("Save preset", size="sm")
             self.forget = gr.Button("Delete preset", size="sm")
+        self.tools = ToolsView(chat, self._set)
         self.numbers = [
             gr.Number(label=label, info=hint, value=None, precision=0 if is_whole else None, elem_id=name)
             for name, label, hint, is_whole in NUMBERS
         ]
         self.reset = gr.Button("Reset to the model's own", size="sm")
-        self.tools = ToolsView(chat, self._set)
 
     @property
     def components(self) -> list[Any]:

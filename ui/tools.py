@@ -23,8 +23,13 @@ class ToolsView:
         self._chat = chat
         self._keep = keep
         self._servers = chat.chats.servers
-        gr.Markdown("### Tools\nThe model may ask to use them. You allow each call.")
-        self.names = gr.CheckboxGroup(label="MCP servers", choices=[], visible=False, elem_id="mcp-servers")
+        self.names = gr.CheckboxGroup(
+            label="Tools of MCP servers",
+            info="The model may ask to use them. You allow each call.",
+            choices=[],
+            visible=False,
+            elem_id="mcp-servers",
+        )
         self.states = panel(elem_id="mcp-states")
 
     @property
@@ -52,8 +57,13 @@ class ToolsView:
         names = list(dict.fromkeys([*(state.name for state in states), *settings.servers]))
         boxes = gr.update(choices=names, value=list(settings.servers), visible=bool(names))
         lines = [_line(state, state.name in settings.servers) for state in states]
-        hint = tag("p", "None yet. List them in ", tag("code", self._servers.file), class_="muted")
-        trouble = tag("p", error, class_="error") if error else hint if not names else None
+        hint = tag(
+            "p",
+            "To give the model tools, list MCP servers in ",
+            tag("code", self._servers.file),
+            class_="muted",
+        )
+        trouble = tag("p", _sentence(error), class_="error") if error else hint if not names else None
         return {self.names: boxes, self.states: tag("div", lines, trouble)}
 
 
@@ -61,12 +71,11 @@ def _line(state: ServerState, is_on: bool) -> Markup | None:
     """Return a line about a server that is on: its tools, or why it has none."""
     if not is_on:
         return None
-    if state.is_starting:
-        what = "starting …"
-    elif state.error is not None:
-        what = state.error
-    else:
-        what = ", ".join(state.tools) or "starts with the next question"
-    is_bad = state.error is not None and not state.is_starting
-    title = f"{state.name} ({state.where})"
-    return tag("p", tag("strong", title), ": ", what, class_="error" if is_bad else "muted")
+    if state.error is not None and not state.is_starting:
+        return tag("p", _sentence(state.error), class_="error")
+    what = "starting …" if state.is_starting else ", ".join(state.tools) or "starts with the next question"
+    return tag("p", tag("strong", f"{state.name} ({state.where})"), ": ", what, class_="muted")
+
+
+def _sentence(error: str) -> str:
+    return error[:1].upper() + error[1:]

@@ -58,6 +58,7 @@ class Session:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._said: deque[str] = deque(maxlen=SAID_LINES)  # the last lines of its stderr
+        self._refusal = ""  # the status of the last HTTP answer, if it was an error
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._task = asyncio.create_task(self._run())
@@ -140,11 +141,17 @@ class Session:
             else:
                 timeout = httpx2.Timeout(START_S, read=None)  # of a whole call: CALL_S
                 http = await stack.enter_async_context(
-                    httpx2.AsyncClient(headers=config.headers, timeout=timeout)
+                    httpx2.AsyncClient(
+                        headers=config.headers, timeout=timeout, event_hooks={"response": [self._note]}
+                    )
                 )
                 transport = streamable_http_client(config.url or "", http_client=http)
             info = Implementation(name="neo-desktop", version=version("neo-desktop"))
             yield await stack.enter_async_context(Client(transport, client_info=info))
+
+    async def _note(self, response: httpx2.Response) -> None:
+        status = f" (HTTP {response.status_code} {response.reason_phrase})"
+        self._refusal = status if response.is_error else ""
 
     def _listen(self, read_end: int) -> None:
         """Keep the last lines of the server's stderr."""
@@ -177,7 +184,7 @@ class Session:
             return f"{self.config.where} cannot be reached: {error or type(error).__name__}"
         if isinstance(error, ValidationError):
             return "its answer does not follow the protocol"
-        return str(error) or type(error).__name__
+        return (str(error) or type(error).__name__) + self._refusal
 
     def _error(self, what: str) -> McpError:
         return McpError(self.config.without_secrets(f"the MCP server {self.config.name!r} {what}"))
