@@ -126,7 +126,7 @@ def test_a_server_that_dies_says_its_last_words_without_secrets_and_starts_anew(
     [
         (
             {"command": "no-such-program"},
-            "'notes' does not start: 'no-such-program' was not found: install it",
+            "'notes' does not start: 'no-such-program' was not found",
         ),
         (
             python("-c", "import sys; sys.exit('no key ' + sys.argv[2])", "--api-key", SECRET),
