@@ -1,4 +1,4 @@
-"""The MCP servers of the user's file, and which of them a chat may use."""
+"""The MCP servers of the user's file, with a box for each that a chat may use."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from neo_desktop.ui.look import Look
 
 
 class ToolsView:
-    """A box per server, and what became of those that were switched on."""
+    """A box per server, and the state of the servers that are on."""
 
     def __init__(self, chat: ChatView, keep: Callable[[Look, Settings], Awaitable[None]]) -> None:
         self._chat = chat

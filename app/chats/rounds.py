@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What the model wrote up to its calls, and the calls."""
+    """A text of the model that ends with calls, and the calls."""
 
     calls: Annotated[tuple[ToolCall, ...], Field(max_length=1000)]
     text: _Text = field(default="", repr=False)

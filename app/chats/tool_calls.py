@@ -1,7 +1,7 @@
 """Calls of MCP servers' tools in chats: the user allows each one before it runs.
 
-the model calls ──→ asked: the page shows tool and arguments ── refuse ──→ the model is told
-                                     └─ allow, always ──→ server ── result ──→ the model goes on
+the model calls ──→ asked: the page shows tool and arguments ── refuse ──→ the model reads it
+                                     └─ allow, always ──→ server ── result ──→ the model continues
 """
 
 import asyncio

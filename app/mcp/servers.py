@@ -53,7 +53,7 @@ class McpServers:
         ]
 
     def start_soon(self, names: Iterable[str]) -> None:
-        """Start servers in the background; `states` tells what became of it."""
+        """Start servers in the background; `states` has the outcome."""
         for name in names:
             task = asyncio.create_task(self._try_start(name))
             self._errands.add(task)
