@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import threading
 from collections import deque
@@ -26,6 +27,11 @@ from mcp.types import (
 from pydantic import ValidationError
 
 from neo_desktop.app.mcp.config import McpError, ServerConfig
+
+# Their records quote what servers send, and addresses: both may hold secrets.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
+for _name in ("httpx2", "httpcore2"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
 
 START_S = 60.0  # a command may download its program first
 CALL_S = 120.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine, Iterator
@@ -69,10 +70,11 @@ def test_a_published_server_runs_over_stdio_and_ends_with_the_program(tmp_path: 
     assert not any(child.is_running() for child in children)
 
 
-def test_streamable_http_with_headers(tmp_path: Path, notes: Notes) -> None:
-    write(tmp_path, notes=notes.config, closed={"url": notes.url})
+def test_streamable_http_with_headers(tmp_path: Path, notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, notes=notes.config | {"url": f"{notes.url}?key={SECRET}"}, closed={"url": notes.url})
 
     async def use(servers: McpServers) -> None:
+        caplog.set_level(logging.DEBUG)
         assert "add" in {tool.name for tool in await servers.tools(["notes"])}
         assert (await servers.call("notes", "add", {"a": 1, "b": 2})).text == "3"
         failed = await servers.call("notes", "fail", {})
@@ -83,11 +85,14 @@ def test_streamable_http_with_headers(tmp_path: Path, notes: Notes) -> None:
             await servers.tools(["closed"])
 
     with_servers(tmp_path, use)
+    own = [record.getMessage() for record in caplog.records if record.name.startswith(("mcp.client", "http"))]
+    assert SECRET not in "".join(own)
 
 
 DIES = """
     import os, sys
     from mcp.server.mcpserver import MCPServer
+    print("no JSON, but my key: " + os.environ["API_KEY"], flush=True)
     server = MCPServer("dies")
 
     @server.tool()
@@ -106,6 +111,7 @@ DIES = """
 def test_a_server_that_dies_says_its_last_words_without_secrets_and_starts_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG)
     program = tmp_path / "dies.py"
     program.write_text(textwrap.dedent(DIES))
     write(tmp_path, dies=python(str(program), env={"API_KEY": SECRET}))
