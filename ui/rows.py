@@ -141,7 +141,8 @@ def _asked(message: Message) -> Row | None:
 
 
 def _word(name: str) -> str:
-    return f"`{name.replace('`', '')}`"
+    """Return a name as one word of code: nothing in it is Markdown."""
+    return f"`{' '.join(name.replace('`', '').split())}`"
 
 
 def _pretty(arguments: str) -> str:

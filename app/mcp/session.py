@@ -38,6 +38,7 @@ CALL_S = 120.0
 MAX_TOOLS = 200  # of a server
 MAX_PAGES = 20
 SAID_LINES, SAID_CHARS = 3, 300  # of a server's stderr, for its error
+MAX_LINE_CHARS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,9 @@ class Session:
         async with contextlib.AsyncExitStack() as stack:
             if config.command is not None:
                 read_end, write_end = os.pipe()
-                reader = threading.Thread(target=self._listen, args=(read_end,), daemon=True)
+                reader = threading.Thread(
+                    target=self._listen, args=(read_end,), name="mcp-stderr", daemon=True
+                )
                 reader.start()
                 stack.push_async_callback(asyncio.to_thread, reader.join, 1.0)
                 errors = stack.enter_context(os.fdopen(write_end, "w"))
@@ -162,9 +165,9 @@ class Session:
     def _listen(self, read_end: int) -> None:
         """Keep the last lines of the server's stderr."""
         with open(read_end, encoding="utf-8", errors="replace") as stream:
-            while line := stream.readline(SAID_CHARS):
+            while line := stream.readline(MAX_LINE_CHARS):
                 if line.strip():
-                    self._said.append(line.strip())
+                    self._said.append(self.config.without_secrets(line.strip())[:SAID_CHARS])
 
     @contextlib.asynccontextmanager
     async def _explained(self, what: str, too_long: str = "does not answer") -> AsyncIterator[None]:
@@ -173,8 +176,9 @@ class Session:
             yield
         except TimeoutError:
             raise self._error(too_long) from None
-        except (MCPError, httpx2.HTTPError, OSError, ValidationError, RuntimeError) as error:
-            if not isinstance(error, MCPError | ValidationError) or _is_closed(error):
+        except Exception as error:
+            is_answer = isinstance(error, MCPError | ValidationError | RuntimeError)
+            if not is_answer or _is_closed(error):
                 await self.close()  # then its last words are read
             raise self._error(f"{what}: {self._reason(error)}") from None
 

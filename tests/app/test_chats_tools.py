@@ -114,6 +114,10 @@ def test_a_call_runs_when_it_is_allowed_and_the_model_goes_on_with_the_result(
     written = len(f"<think>hm</think>I add.\n{ADD}") + len("It is 3.") + 2
     assert answer["figures"]["output_tokens"] == written
     assert answer["figures"]["prompt_tokens"] + written == len(second) + len("It is 3.") + 1
+    saved = chats.call("export", chat_id)
+    (copy,) = chats.call("add", saved)
+    assert chats.chat(copy)["nodes"][1]["rounds"] == answer["rounds"]
+    assert "*Tool: add {" in chats.call("export", chat_id, as_markdown=True)
     server.stop()
     store = ChatStore(tmp_path)
     chat = store.chat(chat_id)
