@@ -124,6 +124,20 @@ def test_a_command_without_its_packages_says_what_to_install(command: str) -> No
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("folder", ["app", "ui"])
+def test_each_part_can_be_imported_with_the_servers_packages(folder: str) -> None:
+    # Chats with tools need one more; `servers.py` imports this file when a server is on.
+    files = sorted(set((ROOT / folder).rglob("*.py")) - {ROOT / "app/mcp/session.py"})
+    modules = [
+        ".".join(["neo_desktop", *file.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        for file in files
+    ]
+    done = run(
+        f"import importlib\nfor module in {modules!r}:\n    importlib.import_module(module)", ["server"]
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_tools_without_their_package_say_what_to_install(tmp_path: Path) -> None:
     program = """
         import asyncio, pathlib, sys
@@ -137,17 +151,3 @@ def test_tools_without_their_package_say_what_to_install(tmp_path: Path) -> None
     """
     done = run(program, ["server"], str(tmp_path))
     assert done.stdout == "tools of MCP servers need the package mcp: pip install 'neo-desktop[mcp]'\n"
-
-
-@pytest.mark.parametrize("folder", ["app", "ui"])
-def test_each_part_can_be_imported_with_the_servers_packages(folder: str) -> None:
-    # Chats with tools need one more; `servers.py` imports this file when a server is on.
-    files = sorted(set((ROOT / folder).rglob("*.py")) - {ROOT / "app/mcp/session.py"})
-    modules = [
-        ".".join(["neo_desktop", *file.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
-        for file in files
-    ]
-    done = run(
-        f"import importlib\nfor module in {modules!r}:\n    importlib.import_module(module)", ["server"]
-    )
-    assert done.returncode == 0, done.stderr
