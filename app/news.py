@@ -9,9 +9,9 @@ from collections.abc import Iterator
 class News:
     """Wakes the followers of a topic. Belongs to the event loop.
 
-    Topics: `CHATS`, `MODELS`, `SELFTEST`, and for each chat `chat_topic` (its messages, settings or shown
-    branch changed) and `text_topic` (an answer grew). A follower reads the present state itself, so that a
-    slow one skips states and queues nothing.
+    Topics: `CHATS`, `MODELS`, `SELFTEST`, `TOOLS`, and for each chat `chat_topic` (its messages, settings or
+    shown branch changed) and `text_topic` (an answer grew). A follower reads the present state itself, so
+    that a slow one skips states and queues nothing.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class News:
             changed.set()
 
 
-CHATS, MODELS, SELFTEST = "chats", "models", "selftest"
+CHATS, MODELS, SELFTEST, TOOLS = "chats", "models", "selftest", "tools"
 
 
 def chat_topic(chat_id: str) -> str:

@@ -9,6 +9,7 @@ import gradio as gr
 from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import Chat, Message, NotFoundError, Settings, branch, used_tokens
+from neo_desktop.app.chats.tool_calls import DECISIONS
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import chat_topic, text_topic
 from neo_desktop.app.page.services import PageServices
@@ -191,12 +192,15 @@ class ChatView:
             await self.chats.answers.ask(old.chat_id, old.parent_id, str(event.value), files)
 
     async def choose(self, look: Look, event: gr.SelectData) -> None:
-        """Continue an answer, or show another variant."""
+        """Allow a call or refuse it, continue an answer, or show another variant."""
         act, _, message_id = str(event.value).partition(" ")
         if look.chat_id is None:
             return
         with telling():
-            if act == "continue":
+            if act in DECISIONS:
+                message_id, _, place = message_id.partition(" ")
+                self.chats.answers.calls.decide(act, message_id, place)
+            elif act == "continue":
                 await self.chats.answers.resume(message_id)
             else:
                 await self.chats.change(look.chat_id, leaf_id=message_id)

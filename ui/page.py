@@ -17,7 +17,7 @@ import gradio as gr
 from fastapi import FastAPI
 from starlette.routing import Mount
 
-from neo_desktop.app.news import CHATS, MODELS
+from neo_desktop.app.news import CHATS, MODELS, TOOLS
 from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.api import add_api
 from neo_desktop.ui.chat import ChatView
@@ -126,7 +126,7 @@ def chat_page(services: PageServices) -> None:
         look.chat_id = look.chat_id or parse_qs(address.removeprefix("?")).get("chat", [None])[0]
         shown: dict[Any, Any] = {}
         version = await services.chats.version()
-        with services.news.follow(CHATS, MODELS, look.topic) as changed:
+        with services.news.follow(CHATS, MODELS, TOOLS, look.topic) as changed:
             while await is_read(request):
                 changed.clear()
                 present = await chat.present(look)

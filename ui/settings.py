@@ -9,6 +9,7 @@ from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
+from neo_desktop.ui.tools import ToolsView
 
 # field, label, hint, whole numbers only
 NUMBERS = (
@@ -29,6 +30,7 @@ class SettingsView:
         self._chat = chat
         gr.Markdown("### Settings\nThey hold for this chat, from the next answer on.")
         self.prompt = gr.Textbox(label="System prompt", lines=4, placeholder="none", elem_id="system-prompt")
+        self.tools = ToolsView(chat, self._set)
         self.numbers = [
             gr.Number(label=label, info=hint, value=None, precision=0 if is_whole else None, elem_id=name)
             for name, label, hint, is_whole in NUMBERS
@@ -37,16 +39,22 @@ class SettingsView:
 
     @property
     def components(self) -> list[Any]:
+        """The components that `shown` writes."""
+        return [*self.fields, *self.tools.components]
+
+    @property
+    def fields(self) -> list[Any]:
         """The components that show settings, in the order of `values`."""
         return [self.prompt, *self.numbers]
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
-        look, shown = self._chat.look, self.components
+        look, shown = self._chat.look, self.fields
         left = [component.blur for component in shown]
         # Gradio's default drops a field that is left while the one before is being kept.
         gr.on(left, self.keep, [look, *shown], None, trigger_mode="always_last", **QUIET)
         self.reset.click(self.clear, [look], shown, **QUIET)
+        self.tools.connect()
 
     @staticmethod
     def values(settings: Settings) -> list[Any]:
@@ -57,11 +65,12 @@ class SettingsView:
         """Write the settings down."""
         prompt, *numbers = values
         named = dict(zip((name for name, *_ in NUMBERS), numbers, strict=True))
-        await self._set(look, Settings(system_prompt=prompt or None, **named))
+        servers = _settings(await self._chat.present(look)).servers
+        await self._set(look, Settings(system_prompt=prompt or None, servers=servers, **named))
 
     async def clear(self, look: Look) -> list[Any]:
         """Take the model's own settings."""
-        await self._set(look, Settings())
+        await self._set(look, Settings(servers=_settings(await self._chat.present(look)).servers))
         return self.values(Settings())
 
     async def _set(self, look: Look, settings: Settings) -> None:
@@ -77,7 +86,8 @@ class SettingsView:
 
     def shown(self, chat: Chat | None) -> dict[Any, Any]:
         """Return what each component shows for a chat; a new chat has the model's own settings."""
-        return dict(zip(self.components, self.values(_settings(chat)), strict=True))
+        settings = _settings(chat)
+        return dict(zip(self.fields, self.values(settings), strict=True)) | self.tools.shown(settings)
 
 
 def _settings(chat: Chat | None) -> Settings:

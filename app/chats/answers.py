@@ -8,17 +8,21 @@ ask(), retry(), resume() ──→ a task per answer: prompt → engine → Grow
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import FunctionThread, StoreError
-from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, State, to_send
+from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, Settings, State, to_send
 from neo_desktop.app.chats.store import ChatStore
+from neo_desktop.app.chats.tool_calls import MAX_ROUNDS, ToolCalls, for_model
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.generate import outputs, sampling
 from neo_desktop.app.generate.conversation import Begun, Conversation
+from neo_desktop.app.mcp.config import McpError
+from neo_desktop.app.mcp.servers import McpServers
 from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.shelf.hosting import ModelHost
 
@@ -33,8 +37,11 @@ T = TypeVar("T")
 class Answers:
     """All answers that are being written here."""
 
-    def __init__(self, host: ModelHost, store: ChatStore, worker: FunctionThread, news: News) -> None:
+    def __init__(
+        self, host: ModelHost, store: ChatStore, worker: FunctionThread, news: News, servers: McpServers
+    ) -> None:
         self._host = host
+        self.calls = ToolCalls(servers)
         self._store = store
         self._worker = worker
         self._growing: dict[str, GrowingAnswer] = {}  # by message id, until their end is saved
@@ -146,30 +153,47 @@ class Answers:
 
     async def _write(self, growing: GrowingAnswer) -> None:
         try:
-            service = await self._service()
             question_id = growing.message.parent_id
             assert question_id is not None
             settings, way = await self._worker(self._store.way_to, question_id)
-            begun = Begun(growing.message.thought, growing.message.text)
-            conversation = Conversation(to_send(way, settings), begun=begun)
-            # What the chat does not set is the model's own.
-            params = sampling.sampling_params(service.sampling_defaults, **settings.sampling())
-            async with await outputs.begin(service, conversation, params) as answer:
-                growing.begin(answer, service.model_name)
-                async for step in answer:
-                    growing.add(step)
-                    self._news.tell(text_topic(growing.message.chat_id))
-            self._end(growing, "done")
+            for _ in range(MAX_ROUNDS):
+                if not await self._write_round(growing, settings, way):
+                    self._end(growing, "done")
+                    return
+            reason = f"The model called tools {MAX_ROUNDS} times in a row. Continue lets it go on."
+            self._end(growing, "stopped", reason)
         except (ServiceStoppedError, EngineRestartingError) as error:
             self._end(growing, "cut", str(error))
         except ApiError as error:
             advice = ". Or start a new chat" if error.code == "context_length_exceeded" else ""
             self._end(growing, "failed", f"{error}{advice}")
-        except (NotFoundError, StoreError, ValueError) as error:
+        except (McpError, NotFoundError, StoreError, ValueError) as error:
             self._end(growing, "failed", str(error))
         except Exception:
             logger.exception("an answer failed")
             self._end(growing, "failed", "the server failed to answer; its log says why")
+
+    async def _write_round(self, growing: GrowingAnswer, settings: Settings, way: list[Message]) -> bool:
+        """Write until the answer ends, or until the model calls tools: then True."""
+        service = await self._service()
+        message = growing.message
+        told = partial(self._news.tell, text_topic(message.chat_id))
+        tools = await self.calls.tools(settings.servers)
+        await self.calls.settle(growing, tools, service.max_context_tokens, told)
+        earlier = [one for round_ in growing.message.rounds for one in round_.messages()]
+        conversation = Conversation(
+            [*to_send(way, settings), *earlier],
+            tools=for_model(tools),
+            begun=Begun(message.thought, message.text),
+        )
+        # What the chat does not set is the model's own.
+        params = sampling.sampling_params(service.sampling_defaults, **settings.sampling())
+        async with await outputs.begin(service, conversation, params) as answer:
+            growing.begin(answer, service.model_name)
+            async for step in answer:
+                growing.add(step)
+                told()
+        return growing.end_round()
 
     async def _service(self) -> EngineService:
         """The loaded model's, or that of the model which is being loaded: answers wait for it."""

@@ -13,6 +13,7 @@ from neo_desktop.app.chats.database import FunctionThread
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.errors import NoModelError
+from neo_desktop.app.mcp.servers import McpServers
 from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -34,7 +35,8 @@ class Chats:
         self._worker = FunctionThread("chats")
         self._news = news
         self._readers = asyncio.Semaphore(MAX_PDF_READERS)
-        self.answers = Answers(host, self._store, self._worker, news)
+        self.servers = McpServers(folder, news)
+        self.answers = Answers(host, self._store, self._worker, news, self.servers)
 
     @property
     def notice(self) -> str | None:
@@ -42,6 +44,7 @@ class Chats:
 
     async def close(self) -> None:
         await self.answers.close()
+        await self.servers.close()
         await self._worker(self._store.close)
         self._worker.close()
 

@@ -44,6 +44,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (message_id, position)) WITHOUT ROWID""",
         "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
     ),
+    ("ALTER TABLE messages ADD COLUMN rounds TEXT",),
 )
 
 

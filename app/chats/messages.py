@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from neo_desktop.app.chats.rounds import Round
 from neo_desktop.app.generate.images import image_part, joined, text_part
 
 SHORT_TITLE_CHARS = 60  # of one that is made
@@ -90,6 +91,7 @@ class Message:
     error: Text | None = None  # why it failed, for people
     figures: Figures | None = None
     attachments: tuple[Attachment, ...] = ()
+    rounds: Annotated[tuple[Round, ...], Field(max_length=1000)] = ()  # before `thought` and `text`
 
     @property
     def is_live(self) -> bool:
@@ -127,10 +129,12 @@ class Settings:
     repetition_penalty: Number | None = None
     max_tokens: Int64 | None = None
     seed: Int64 | None = None
+    servers: tuple[Annotated[str, Field(max_length=1000)], ...] = ()  # MCP servers whose tools may be called
 
     def sampling(self) -> dict[str, Any]:
         """The fields of a request, those that are set."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "system_prompt"}
+        others = ("system_prompt", "servers")
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in others}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -187,6 +191,7 @@ def to_send(way: list[Message], settings: Settings) -> list[dict[str, Any]]:
     for question, answer in zip(way[:-1:2], way[1::2], strict=False):
         if answer.text:
             turns.append({"role": "user", "content": question.prompt_content()})
+            turns += [message for one in answer.rounds for message in one.messages()]
             turns.append({"role": "assistant", "content": answer.text})
     turns.append({"role": "user", "content": way[-1].prompt_content()})
     if settings.system_prompt and settings.system_prompt.strip():

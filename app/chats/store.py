@@ -24,6 +24,7 @@ from neo_desktop.app.chats.messages import (
     make_title,
     newest_leaf,
 )
+from neo_desktop.app.chats.rounds import rounds_of
 from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
@@ -33,9 +34,9 @@ _ENTRY = """SELECT id, title, created_s, updated_s, EXISTS (SELECT 1 FROM messag
     AND state IN ('waiting', 'streaming')) FROM chats WHERE deleted_s IS NULL"""
 _COLUMNS = (
     *("id", "chat_id", "parent_id", "role", "created_s"),
-    *("text", "thought", "thought_s", "state", "error", "figures"),
+    *("text", "thought", "thought_s", "state", "error", "rounds", "figures"),
 )
-_GROWING = ("text", "thought", "thought_s", "state", "error", "figures", "server")
+_GROWING = ("text", "thought", "thought_s", "state", "error", "rounds", "figures", "server")
 _BRANCH = """id IN (WITH RECURSIVE way(id) AS (VALUES (?) UNION ALL
     SELECT parent_id FROM messages JOIN way USING (id) WHERE parent_id IS NOT NULL) SELECT id FROM way)"""
 
@@ -235,7 +236,8 @@ class ChatStore:
         settings, leaf_id = self._sql(
             "SELECT settings, leaf_id FROM chats WHERE id = ?", (chat_id,)
         ).fetchone()
-        return Settings(**json.loads(settings)), leaf_id
+        fields = json.loads(settings)
+        return Settings(**fields | {"servers": tuple(fields.get("servers", ()))}), leaf_id
 
     def _messages(self, condition: str, value: str) -> list[Message]:
         chosen = f"FROM messages WHERE {condition}"
@@ -294,7 +296,9 @@ class ChatStore:
     def _record(self, message: Message) -> dict[str, object]:
         figures = None if message.figures is None else json.dumps(asdict(message.figures))
         record: dict[str, object] = {name: getattr(message, name) for name in _COLUMNS}
-        return record | {"figures": figures, "server": self._owner if message.is_live else None}
+        rounds = json.dumps([asdict(one) for one in message.rounds]) if message.rounds else None
+        owner = self._owner if message.is_live else None
+        return record | {"figures": figures, "rounds": rounds, "server": owner}
 
     def _attachment(self, attachment_id: str) -> Attachment:
         row = self._sql(
@@ -343,8 +347,9 @@ def new_id() -> str:
 
 
 def _message(row: Sequence[Any], files: Iterable[Attachment]) -> Message:
-    *fields, figures = row
+    *fields, rounds, figures = row
     named: dict[str, Any] = dict(zip(_COLUMNS, fields, strict=False))
+    named["rounds"] = rounds_of(rounds)
     named["figures"] = None if figures is None else Figures(**json.loads(figures))
     return Message(**named, attachments=tuple(files))
 

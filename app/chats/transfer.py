@@ -70,7 +70,8 @@ def _renamed(chat: Chat, ids: Iterator[str]) -> Chat:
 
     messages = tuple(map(renamed, chat.messages))
     entry = replace(chat.entry, id=chat_id, is_streaming=False)
-    return Chat(entry, chat.settings, named[chat.leaf_id], messages)
+    settings = replace(chat.settings, servers=())  # a file switches no server on
+    return Chat(entry, settings, named[chat.leaf_id], messages)
 
 
 def to_markdown(chat: Chat) -> str:
@@ -83,9 +84,16 @@ def to_markdown(chat: Chat) -> str:
             "## Question" if message.role == "user" else f"## Answer{f' ({model})' if model else ''}"
         )
         parts += [f"*Attached: {one.name}*" for one in message.attachments]
-        if message.thought:
-            parts.append("\n".join(f"> {line}".rstrip() for line in message.thought.strip().splitlines()))
-        parts.append(message.text.strip())
+        for one in message.rounds:
+            parts += [_quoted(one.thought), one.text.strip()]
+            for call in one.calls:
+                result = _quoted(call.result or f"({call.state})")
+                parts.append(f"*Tool: {call.name} {call.arguments}*\n\n{result}")
+        parts += [_quoted(message.thought), message.text.strip()]
         if message.error:
             parts.append(f"*{message.error}*")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"> {line}".rstrip() for line in text.strip().splitlines())

@@ -1,12 +1,13 @@
-"""One answer while it is being written: its text and thought, and how fast they come."""
+"""One answer while it is being written: its text, thought and calls, and how fast they come."""
 
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 
 from neo_desktop.app.chats.messages import Figures, Message, State
-from neo_desktop.app.generate.calls import Piece, Text, Thought
-from neo_desktop.app.generate.outputs import Outputs, Step
+from neo_desktop.app.chats.rounds import CallState, Round, ToolCall
+from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
+from neo_desktop.app.generate.outputs import Call, Outputs, Step
 
 
 class GrowingAnswer:
@@ -16,8 +17,10 @@ class GrowingAnswer:
         self.message = message
         self.saved = message
         self._outputs: Outputs | None = None  # once the engine has accepted it
+        self._calls: list[Call] = []  # of this round
         self._earlier = message.figures or Figures()
         self._earlier_thought_s = message.thought_s
+        self._earlier_output_tokens = 0  # of earlier rounds, that are now part of the prompt
         # On the clock of time.perf_counter:
         self._asked_s = time.perf_counter()
         self._thinks_since_s: float | None = None  # None: it does not think
@@ -28,6 +31,13 @@ class GrowingAnswer:
     def begin(self, outputs: Outputs, model: str) -> None:
         """Take the outputs that the engine will write, by the model of this name."""
         self._outputs = outputs
+        self._calls.clear()
+        self._earlier = self.message.figures or Figures()
+        self._earlier_thought_s = self.message.thought_s
+        self._thinks_since_s, self._first_s, self._num_tokens = None, None, 0
+        if self.message.rounds and not (self.message.thought or self.message.text):
+            self._earlier_output_tokens = self._earlier.output_tokens or 0
+            self._earlier = replace(self._earlier, prompt_tokens=None)
         figures = replace(self._earlier, model=model, finish_reason=None, tokens_per_s=None)
         text = "".join(piece.text for piece in outputs.begun if isinstance(piece, Text))
         thought = "".join(piece.text for piece in outputs.begun if isinstance(piece, Thought))
@@ -41,6 +51,31 @@ class GrowingAnswer:
             self._num_tokens += len(step.tokens)
         self._take(step.pieces, now_s)
         self.message = replace(self.message, state="streaming", figures=self._figures(step))
+
+    def end_round(self) -> bool:
+        """Keep the calls that the model has written as a round; False: the answer is complete."""
+        message = self.message
+        if message.figures is None or message.figures.finish_reason != "tool_calls":
+            return False
+        calls = tuple(ToolCall(call.call_id, call.name, call.arguments) for call in self._calls)
+        ended = Round(calls, message.text, message.thought, message.thought_s)
+        rounds = (*message.rounds, ended)
+        self.message = replace(message, rounds=rounds, text="", thought="", thought_s=None)
+        self._outputs = None
+        return True
+
+    @property
+    def open_calls(self) -> list[tuple[int, ToolCall]]:
+        """The calls of the last round that have no result, with their places in it."""
+        calls = self.message.rounds[-1].calls if self.message.rounds else ()
+        return [(place, call) for place, call in enumerate(calls) if call.result is None]
+
+    def change_call(self, place: int, state: CallState, result: str | None = None, server: str = "") -> None:
+        """Note what became of a call of the last round."""
+        *before, last = self.message.rounds
+        calls = list(last.calls)
+        calls[place] = replace(calls[place], state=state, result=result, server=server or calls[place].server)
+        self.message = replace(self.message, rounds=(*before, replace(last, calls=tuple(calls))))
 
     def end(self, state: State, error: str | None = None) -> None:
         """Stop writing, and abort the request at once."""
@@ -57,9 +92,13 @@ class GrowingAnswer:
                 thought += piece.text
             elif isinstance(piece, Text):
                 text += piece.text
+            elif isinstance(piece, CallStart):
+                self._calls.append(Call(piece.call_id, piece.name))
+            elif isinstance(piece, CallArguments):
+                self._calls[piece.number].arguments += piece.text
         if self._thinks_since_s is not None:
             thought_s = (self._earlier_thought_s or 0.0) + now_s - self._thinks_since_s
-            if text:
+            if text or self._calls:
                 self._thinks_since_s = None
         self.message = replace(self.message, thought=thought, text=text, thought_s=thought_s)
 
@@ -73,7 +112,7 @@ class GrowingAnswer:
             if self._num_tokens > 1 and self._last_s > self._first_s:
                 tokens_per_s = (self._num_tokens - 1) / (self._last_s - self._first_s)
         # Of an answer that is gone on with, the engine counts what was there to the prompt.
-        prompt_tokens = self._earlier.prompt_tokens or usage.num_prompt_tokens
+        prompt_tokens = self._earlier.prompt_tokens or usage.num_prompt_tokens - self._earlier_output_tokens
         num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
         return Figures(
             first_token_s=first_token_s,

@@ -49,7 +49,7 @@ def install(app: FastAPI) -> None:
             "used_tokens": used_tokens(way),
         }
 
-    async def one(name: str, *args: Any, **named: Any) -> Any:  # noqa: PLR0911
+    async def one(name: str, *args: Any, **named: Any) -> Any:  # noqa: PLR0911, PLR0912
         match name:
             case "new_chat":
                 return (await chats.create(Settings(**named))).entry.id
@@ -67,6 +67,8 @@ def install(app: FastAPI) -> None:
                 return [asdict(message) for message in await chats.answers.ask(*args, **named)]
             case "retry" | "resume" | "stop":
                 return asdict(await getattr(chats.answers, name)(*args))
+            case "decide":
+                return chats.answers.calls.decide(*args)
             case "attach":
                 return asdict(await chats.attach(args[0], args[1].encode("latin-1")))
             case "add":
