@@ -32,6 +32,20 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Announcement:
+    """A check that is about to run."""
+
+    name: str  # unique
+    title: str
+    mechanism: str | None  # of the fallbacks; None: no fallback exists
+    level: str | None
+    deadline_s: float
+
+    def outcome(self, result: Result, reason: str | None, figures: Figures) -> "Outcome":
+        return Outcome(self.name, self.title, self.mechanism, self.level, result, reason, figures)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """One check's result."""
 

@@ -3,7 +3,7 @@
     parent                                        child: engine.selfcheck
     ──────                                        ────────────────────
     {"subject": …, "done": […], …}  ── stdin ───→ the request, and the finished checks
-    deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
+    deadline of the start           ←─ stdout ──  {"event": "begin", "check": {"name": …, "deadline_s": …, …}}
     deadline of the check           ←─ stdout ──  {"event": "end", "result": …, "figures": {…}, "error": …}
     deadline of the repetition      ←─ stdout ──  {"event": "again", …}: repeats a check that others need
     …                               ←─ stdout ──  {"event": "done"}
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
+from neo_desktop.engine.doctor.outcome import Announcement, Outcome, Result, limits_of
 from neo_desktop.engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,7 @@ class Subject:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    name: str
-    title: str
-    mechanism: str | None
-    level: str | None
-    deadline_s: float
-
-    def outcome(self, result: Result, reason: str | None, figures: Mapping[str, Any]) -> Outcome:
-        return Outcome(self.name, self.title, self.mechanism, self.level, result, reason, figures)
-
-
-_START = _Begun("start", "Start of the checks", None, None, START_DEADLINE_S)
+_START = Announcement("start", "Start of the checks", None, None, START_DEADLINE_S)
 
 
 def run_selfchecks(
@@ -119,9 +107,8 @@ def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, time
         match event:
             case None:
                 return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
-            case {"event": "begin"}:
-                names = ("name", "title", "mechanism", "level", "deadline_s")
-                under_way = _Begun(**{name: event[name] for name in names})
+            case {"event": "begin", "check": dict(check)}:
+                under_way = Announcement(**check)
                 listener(under_way.title, None)
             case {"event": "again", "deadline_s": float(deadline_s)}:
                 under_way = replace(_START, deadline_s=deadline_s)
