@@ -205,45 +205,44 @@ class Scheduler(Generic[R]):
 
     def update(self: "Scheduler[Request]", result: IterationResult) -> list[Request]:
         """Apply the result of the oldest iteration; return the requests that gained a token or finished."""
-        gained = []
+        gained, counters = [], self.counters
         self.queues.end_moves()
         moving = {request.request_id for request in self.queues.moved}  # their KV is still incomplete
-        block_size = self._kv.block_size
+        states, block_size = self._kv.states, self._kv.block_size
         for scheduled in self._end_iteration():
             request, sequence, num_preemptions, is_last, is_on_its_way, draft = scheduled
             if is_on_its_way:
                 continue
-            if sequence.request_id in result.failed:
-                request.finish(FinishReason.ERROR, result.failed[sequence.request_id])
+            request_id, start = sequence.request_id, sequence.start
+            if request_id in result.failed:
+                request.finish(FinishReason.ERROR, result.failed[request_id])
                 self.remove(request)
                 gained.append(request)
                 continue
-            context_len = sequence.context_len
-            if sequence.sampling is not None:
-                num_tokens = scheduled.append_tokens(result)
-                context_len += num_tokens - 1
-                self.counters.num_accepted += num_tokens - 1
-                self.counters.num_cpu_decodes += (num_tokens - 1) * sequence.tier.host_attends
-                self.counters.num_output_tokens += num_tokens
-                if self._speculation is not None:
-                    self._speculation.learn(request, len(draft), num_tokens)
-                gained.append(request)
+            context_len = start + len(sequence.token_ids)
             if sequence.num_pooled:
-                request.pool(result.pooled[sequence.request_id], is_first=sequence.start == 0)
-            if is_last and sequence.sampling is None:
+                request.pool(result.pooled[request_id], is_first=start == 0)
+            if sequence.sampling is not None:
+                num_accepted = scheduled.append_tokens(result) - 1
+                counters.num_output_tokens += 1 + num_accepted
+                context_len += num_accepted
+                counters.num_accepted += num_accepted
+                counters.num_cpu_decodes += num_accepted * sequence.tier.host_attends
+                if self._speculation is not None:
+                    self._speculation.learn(request, len(draft), 1 + num_accepted)
+                gained.append(request)
+            elif is_last:
                 request.finish(FinishReason.STOP)
                 gained.append(request)
-            has_news = context_len // block_size > sequence.start // block_size  # a block is full
-            is_kept = request.num_preemptions == num_preemptions
-            if is_kept and (states := self._kv.states) is not None:
-                hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
-                states.settle(request.request_id, hashes, sequence.start, count)
-            is_there = is_kept and request.request_id not in moving
-            if is_there and (has_news or request.is_finished):
-                self._kv.commit(request.request_id, request.block_hashes(block_size), context_len)
+            is_finished, is_kept = request.is_finished, request.num_preemptions == num_preemptions
+            if is_kept and states is not None:
+                states.settle(request_id, request.block_hashes(block_size), start, len(sequence.token_ids))
+            has_news = context_len // block_size > start // block_size  # a block is full
+            if (has_news or is_finished) and is_kept and request_id not in moving:
+                self._kv.commit(request_id, request.block_hashes(block_size), context_len)
                 if self._admission.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
-            if request.is_finished:
+            if is_finished:
                 self.remove(request)
         self._num_shrinks = 0
         if self._speculation is not None:
