@@ -175,8 +175,8 @@ def check_experts(rig: Rig) -> Figures:
             arguments = logits, True, choice.ids.fill_(-1), choice.weights
             ids, weights = compared.run(choose_experts, operators.choose_experts, arguments, outputs=(3,))[2:]
             _check_best(logits, ids.cpu().long())
-            sizes = 2 * INTERMEDIATE, INTERMEDIATE, hidden
-            room = ExpertScratch(logits, choice, *(rig.zeros(pairs, n) for n in sizes), PER_TOKEN)
+            gate_up, gated = rig.zeros(pairs, 2 * INTERMEDIATE), rig.zeros(pairs, INTERMEDIATE)
+            room = ExpertScratch(logits, choice, gate_up, gated, rig.zeros(pairs, hidden), PER_TOKEN)
             x, out = torch.randn(rows, hidden).to(rig.dtype), rig.zeros(rows, hidden)
             (rounded if is_rounded else compared).run(
                 multiply_experts,
@@ -185,7 +185,7 @@ def check_experts(rig: Rig) -> Figures:
                 outputs=(5,),
             )
     require(rounded.worst, ROUNDED_BOUND, {})
-    return compared.figures(room.gate_up.nbytes + room.gated.nbytes + room.products.nbytes)
+    return compared.figures(gate_up.nbytes + gated.nbytes + room.products.nbytes)
 
 
 def _experts(rig: Rig, kind: str | None, hidden: int) -> StackedExperts:
@@ -198,7 +198,8 @@ def _experts(rig: Rig, kind: str | None, hidden: int) -> StackedExperts:
             weight = _quantised(rig, kind, EXPERTS * rows, columns)
             weight.scales.mul_(0.02)
         stacked.append(Stacked(weight, None, rows))
-    return StackedExperts(EXPERTS, *stacked)
+    gate, up, down = stacked
+    return StackedExperts(EXPERTS, gate, up, down)
 
 
 def _check_best(logits: Tensor, chosen: Tensor) -> None:
