@@ -72,45 +72,28 @@ class LiveIteration:
     @classmethod
     def of(cls, plan: IterationPlan, timing: IterationTiming, num_accepted: int = 0) -> "LiveIteration":
         """Summarise an iteration; `num_accepted` tokens of drafts were right."""
-        decoded: list[str] = []
-        num_gpu = num_cpu = num_prompts = num_prompt_tokens = decode_context = 0
-        num_outputs = num_accepted
-        prompt_context, longest_prompt = 0.0, 1
-        # a single pass, because the engine's thread runs it in every iteration
-        for sequence in plan.sequences:
-            num_tokens = len(sequence.token_ids)
-            num_outputs += sequence.sampling is not None and not sequence.is_draft
-            if num_tokens == 1:
-                decoded.append(sequence.request_id)
-                num_cpu += sequence.tier.host_attends
-                num_gpu += not sequence.tier.host_attends
-                decode_context += sequence.start + 1
-            else:
-                num_prompts += 1
-                num_prompt_tokens += num_tokens
-                prompt_context += num_tokens * (sequence.start + num_tokens / 2)
-                longest_prompt = max(longest_prompt, sequence.start + num_tokens)
-        for sequence in plan.async_sequences:  # each advances by a layer; the last stage produces tokens
-            num_cpu += 1
-            if sequence.sampling is not None:
-                decoded.append(sequence.request_id)
-                num_outputs += 1
-                decode_context += sequence.start + 1
+        sequences, in_flight = list(plan.sequences), list(plan.async_sequences)
+        decodes = [sequence for sequence in sequences if sequence.is_decode]
+        chunks = [sequence for sequence in sequences if not sequence.is_decode]
+        # Async decodes advance by a layer each; those at the last stage produce tokens.
+        ended = [sequence for sequence in in_flight if sequence.sampling is not None]
+        num_on_cpu = sum(sequence.tier.host_attends for sequence in decodes)
+        num_sampled = sum(s.sampling is not None and not s.is_draft for s in sequences)
         return cls(
             total_ms=timing.total_ms,
             predicted_ms=plan.predicted.total_ms,
             host_attention_ms=timing.host_attention_ms,
             num_sub_batches=len(plan.sub_batches),
-            num_gpu_decodes=num_gpu,
-            num_cpu_decodes=num_cpu,
-            num_prompts=num_prompts,
-            num_prompt_tokens=num_prompt_tokens,
-            num_outputs=num_outputs,
+            num_gpu_decodes=len(decodes) - num_on_cpu,
+            num_cpu_decodes=num_on_cpu + len(in_flight),
+            num_prompts=len(chunks),
+            num_prompt_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            num_outputs=num_sampled + num_accepted + len(ended),
             num_copied_blocks=len(plan.copies),
-            prompt_context=prompt_context,
-            longest_prompt=longest_prompt,
-            decode_context=decode_context,
-            decoded=tuple(decoded),
+            prompt_context=sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in chunks),
+            longest_prompt=max((chunk.context_len for chunk in chunks), default=1),
+            decode_context=sum(sequence.context_len for sequence in (*decodes, *ended)),
+            decoded=tuple(sequence.request_id for sequence in (*decodes, *ended)),
         )
 
 

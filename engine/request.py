@@ -15,6 +15,8 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.thought_budget import ThoughtBudget
 from neo_desktop.models.vision.prompt import ImageRows
 
+NO_TOKENS = IntArray().view()
+
 
 class FinishReason(StrEnum):
     """Reason for the end of a request."""
@@ -157,8 +159,9 @@ class Request(RequestState):
         self._block_hashes = list(block_hashes)
         self._has_penalties = params.has_penalties
         # only for penalties, see `SamplingInput`
-        distinct = np.unique(prompt_token_ids) if self._has_penalties else ()
-        self._distinct_prompt = IntArray(distinct).view()
+        self._distinct_prompt = NO_TOKENS
+        if self._has_penalties:
+            self._distinct_prompt = IntArray(np.unique(prompt_token_ids)).view()
         self._output = IntArray()
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
@@ -190,7 +193,7 @@ class Request(RequestState):
             self.choice,
             self.num_tokens,
             self._distinct_prompt,
-            self._output.view(),
+            self._output.view() if self._has_penalties else NO_TOKENS,
             forced or self._grammar,
         )
 

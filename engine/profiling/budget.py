@@ -25,7 +25,7 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.streamed import layers_of
-from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, MAX_BATCH_TOKENS, EngineOptions
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
@@ -217,12 +217,8 @@ class KVBudget:
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
-    """Return `tier -> requested tokens`; None: as many as fit."""
-    return {
-        KVTier.DEVICE: options.gpu_cache_tokens,
-        KVTier.HOST: options.cpu_cache_tokens,
-        KVTier.STREAMED: options.swap_cache_tokens,
-    }
+    """Return `tier -> requested tokens`, of options like `gpu_cache_tokens`; None: as many as fit."""
+    return {tier: getattr(options, f"{tier.label}_cache_tokens") for tier in ALL_TIERS}
 
 
 def cpu_cache_dtype(options: EngineOptions) -> torch.dtype | None:

@@ -131,12 +131,8 @@ def plan_of(
     return plan, scheduled
 
 
-def without_ended(
-    decision: Decision[Request] | None, queues: RequestQueues[Request]
-) -> Decision[Request] | None:
+def without_ended(decision: Decision[Request], queues: RequestQueues[Request]) -> Decision[Request] | None:
     """Return a decision without the requests that have finished since; None if nothing remains."""
-    if decision is None:
-        return None
     batches = tuple(
         tuple(item for item in batch if not item[0].is_finished) for batch in decision.sub_batches
     )
@@ -144,16 +140,14 @@ def without_ended(
     is_async_step = decision.is_async_step and bool(new_async or len(queues.async_groups))
     sub_batches = tuple(batch for batch in batches if batch) or (((),) if is_async_step else ())
     host_decodes = tuple(request for request in decision.host_decodes if not request.is_finished)
-    return (
-        replace(
-            decision,
-            sub_batches=sub_batches,
-            host_decodes=host_decodes,
-            new_async=new_async,
-            is_async_step=is_async_step,
-        )
-        if sub_batches
-        else None
+    if not sub_batches:
+        return None
+    return replace(
+        decision,
+        sub_batches=sub_batches,
+        host_decodes=host_decodes,
+        new_async=new_async,
+        is_async_step=is_async_step,
     )
 
 

@@ -84,6 +84,7 @@ class Scheduler(Generic[R]):
         self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
         self._stays_on_device = False  # the newest one
         self._ahead: Decision[R] | None = None
+        self._has_removed = False  # requests since that decision
         self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
     @property
@@ -103,6 +104,7 @@ class Scheduler(Generic[R]):
 
     def remove(self, request: R) -> None:
         """Remove a finished request and free its blocks."""
+        self._has_removed = True
         self.queues.remove(request)
         self._workload_stats.end()
 
@@ -112,6 +114,7 @@ class Scheduler(Generic[R]):
         The next call replaces a decision that was not carried out. Its moves and admissions remain.
         """
         queues = self.queues
+        self._has_removed = False
         self._admission.waits_for_prompt = False
         has_room = queues.make_room(self._may_spill)  # 1
         # Waiting requests take free room first, unless host or bus have more work than time.
@@ -166,8 +169,7 @@ class Scheduler(Generic[R]):
         From now on its tokens count as computed, and its outputs as pending. Call `update`, `fail` or
         `shrink` before the next plan.
         """
-        decision, self._ahead = without_ended(self._ahead, self.queues), None
-        decision = decision or self.decide()
+        decision, self._ahead = self._decided(), None
         if decision is not None and self._speculation is not None:
             decision = self._speculation.widened(decision, self.queues, int(self._batch_tokens))
         return None if decision is None else self._plan(decision, is_ahead=False)
@@ -186,7 +188,7 @@ class Scheduler(Generic[R]):
         """
         if any(scheduled.draft for running in self._under_way for scheduled in running):
             return None  # its result decides how many tokens its requests gain
-        self._ahead = decision = without_ended(self._ahead, self.queues) or self.decide()
+        self._ahead = decision = self._decided()
         if not may_start or decision is None or len(self._under_way) != 1 or not self._stays_on_device:
             return None
         if not can_start_ahead(decision, self.queues, self._under_way[0]):
@@ -195,6 +197,13 @@ class Scheduler(Generic[R]):
             return None
         self._ahead = None
         return self._plan(decision, is_ahead=True)
+
+    def _decided(self: "Scheduler[Request]") -> Decision[Request] | None:
+        """Return the decision made ahead, if there is one, or make one now."""
+        ahead = self._ahead
+        if ahead is not None and self._has_removed:
+            ahead = without_ended(ahead, self.queues)
+        return ahead or self.decide()
 
     def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
         plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)
