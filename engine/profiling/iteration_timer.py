@@ -30,9 +30,16 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.profiling.grids import NEAR, Point, Stage
-from neo_desktop.engine.profiling.regions import Region, region_bytes, stand_in_blocks
 from neo_desktop.engine.profiling.shares import measured_shares
-from neo_desktop.engine.profiling.synthetic import GREEDY, plan_of, sequence, with_layers
+from neo_desktop.engine.profiling.synthetic import (
+    GREEDY,
+    Region,
+    plan_of,
+    region_bytes,
+    sequence,
+    stand_in_blocks,
+    with_layers,
+)
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder, Experts

@@ -23,7 +23,7 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.profiler import profile
-from neo_desktop.engine.profiling.regions import measured_blocks
+from neo_desktop.engine.profiling.synthetic import measured_blocks
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
@@ -77,23 +77,13 @@ def profile_key(
 ) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
-    gpu, host = None, next((storage[tier] for tier in storage.tiers if tier.cpu_attends), None)
-    if decoder.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(decoder.device)
-        gpu = {
-            "name": properties.name,
-            "sms": (streams or Streams(decoder.device)).sms,
-            "memory_bytes": properties.total_memory,
-            "driver": hardware.driver_version(),
-        }
+    host = next((storage[tier] for tier in storage.tiers if tier.cpu_attends), None)
     return {
-        "neo_desktop": __version__,
+        **processors_key(decoder.device),
         "profiler": PROFILER_VERSION,
-        "torch": torch.__version__,
+        "sms": (streams or Streams(decoder.device)).sms,
         "torch_threads": torch.get_num_threads(),
-        "gpu": gpu,
         "levels": dict(fallbacks.limits()),
-        "cpu": hardware.cpu_name(),
         "cores": native.default_num_threads(),
         "isa": native.default_isa(),
         "device": decoder.device.type,
@@ -109,6 +99,25 @@ def profile_key(
         "blocks_log2": {
             tier.name: measured_blocks(decoder, storage, tier).bit_length() for tier in MEASURED_TIERS
         },
+    }
+
+
+def processors_key(device: torch.device) -> dict[str, Any]:
+    """Return the processors, and the versions that drive them; nothing identifies the owner."""
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "driver": hardware.driver_version(),
+        }
+    return {
+        "neo_desktop": __version__,
+        "torch": torch.__version__,
+        "gpu": gpu,
+        "cpu": hardware.cpu_name(),
     }
 
 

@@ -271,8 +271,9 @@ class Scheduler(Generic[R]):
     def fail(self: "Scheduler[Request]", error: str) -> list[RequestOutput]:
         """End the requests of the current iteration, which failed."""
         requests = [scheduled.request for scheduled in self._end_iteration()]
+        self._ahead = None
         outputs = self._end(requests, FinishReason.ERROR, error)
-        self._give_up_moves()
+        self.queues.give_up_moved()
         return outputs
 
     def shrink(self) -> bool:
@@ -287,7 +288,7 @@ class Scheduler(Generic[R]):
             return False
         self._batch_tokens = max(num_tokens // 2, 1)
         self.take_back()
-        self._give_up_moves()
+        self.queues.give_up_moved()
         return True
 
     def lose(self, tier: KVTier) -> None:
@@ -296,7 +297,7 @@ class Scheduler(Generic[R]):
         Its requests wait and are recomputed, in other tiers until this one is open again.
         """
         self.take_back()
-        self._give_up_moves()
+        self.queues.give_up_moved()
         self.queues.close(tier)
 
     def open(self, tier: KVTier, num_blocks: int) -> None:
@@ -333,10 +334,6 @@ class Scheduler(Generic[R]):
         for scheduled in undone:
             scheduled.take_back(self._kv.states)
         self._ahead = None
-
-    def _give_up_moves(self) -> None:
-        self._ahead = None
-        self.queues.give_up_moved()
 
     def _end(
         self: "Scheduler[Request]", requests: Sequence[Request], why: FinishReason, error: str | None = None
