@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -325,7 +326,8 @@ class Engine:
         return embed(self, prompts, pooling)
 
     def stats(self) -> EngineStats:
-        queues, counters = self._scheduler.queues, self._scheduler.counters
+        queues, counters = self._scheduler.queues, asdict(self._scheduler.counters)
+        del counters["num_accepted"]  # a part of `speculative`
         return EngineStats(
             model=self.model_name,
             policy=self._policy,
@@ -336,16 +338,9 @@ class Engine:
             block_size=self._kv_cache.block_size,
             num_running=queues.num_running,
             num_running_at=queues.num_running_at,
-            num_waiting=queues.num_waiting,
+            num_waiting=len(queues.waiting),
             num_iterations=self._iterations.num_started,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_cached_tokens=counters.num_cached_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_moves=counters.num_moves,
-            num_cpu_decodes=counters.num_cpu_decodes,
-            num_async_decodes=counters.num_async_decodes,
-            num_double_iterations=counters.num_double_iterations,
+            **counters,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
             disk=DiskCounters() if self._kv_cache.disk is None else self._kv_cache.disk.counters,

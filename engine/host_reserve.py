@@ -146,7 +146,7 @@ class HostReserve:
 
     def _give_back(self) -> None:
         for tier in tuple(self._draining):
-            if not self._scheduler.is_drained(tier):
+            if not self._scheduler.queues.is_drained(tier):
                 continue
             self._draining.discard(tier)
             size = self._kv.size(tier)

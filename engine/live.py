@@ -9,7 +9,7 @@ errors, the bound).
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
@@ -231,14 +231,10 @@ class Notes:
 
     Args:
         timeline: records single iterations for the view; None: no spans.
-        clock: in seconds.
     """
 
-    def __init__(
-        self, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline
-        self._clock = clock
         self._until_s = float("-inf")
         self._num_prompt_tokens = 0  # computed while notes are enabled
         self._num_output_tokens = 0
@@ -248,11 +244,11 @@ class Notes:
     @property
     def is_on(self) -> bool:
         """True if a client polled recently."""
-        return self._clock() < self._until_s
+        return time.perf_counter() < self._until_s
 
     def ask(self) -> None:
         """Enable notes for some seconds, and record the next iteration."""
-        now = self._clock()
+        now = time.perf_counter()
         if now >= self._until_s:  # old notes are stale
             self._samples.clear()
             self._iterations.clear()

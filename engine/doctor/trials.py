@@ -63,14 +63,12 @@ def run_selfchecks(
     subject: Subject,
     *,
     listener: Listener | None = None,
-    timeout: float = 1.0,
     child: Sequence[str] = CHILD,
 ) -> list[Outcome]:
     """Run all checks; return their outcomes in order.
 
     Args:
         listener: called when a check starts and when it ends.
-        timeout: factor on all deadlines.
         child: the command of the child process.
     """
     listener = listener or (lambda title, outcome: None)
@@ -83,7 +81,7 @@ def run_selfchecks(
             "limits": {limit.mechanism: limit.level for limit in limits_of(outcomes)},
         }
         with _Child(child, request) as running:
-            lost = _follow(running, outcomes, listener, timeout)
+            lost = _follow(running, outcomes, listener)
         if lost is None:
             return outcomes
         if lost.name == _START.name and lost.result is Result.CRASHED and outcomes and deaths < MOST_DEATHS:
@@ -95,15 +93,15 @@ def run_selfchecks(
             return outcomes
 
 
-def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, timeout: float) -> Outcome | None:
+def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener) -> Outcome | None:
     """Collect outcomes from a child; return the outcome that ended it, or None if it finished."""
     under_way = _START
     while True:
         try:
-            event = running.event(under_way.deadline_s * timeout)
+            event = running.event(under_way.deadline_s)
         except TimeoutError:
-            seconds = under_way.deadline_s * timeout
-            return under_way.outcome(Result.HUNG, f"it had not finished after {seconds:g} s", {})
+            seconds = f"{under_way.deadline_s:g}"
+            return under_way.outcome(Result.HUNG, f"it had not finished after {seconds} s", {})
         match event:
             case None:
                 return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})

@@ -32,6 +32,11 @@ from neo_desktop.models.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 SHARE_DIGITS = 1  # of weight shares: a tenth changes little
+SHAPE = (  # the numbers of a `ModelConfig` that decide how long its stages take
+    *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("vocab_size", "max_context_tokens", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"),
+    *("attention_sinks", "attention_softcap"),
+)
 PROFILER_VERSION = 14  # raise it when the measurements or their method change
 
 
@@ -132,22 +137,8 @@ def _share_in_host_memory(decoder: Decoder) -> float:
 def model_key(config: ModelConfig) -> dict[str, Any]:
     """Return the shape of a model, without its name and folder."""
     experts = config.experts
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_context_tokens": config.max_context_tokens,
+    return {name: getattr(config, name) for name in SHAPE} | {
         "layer_windows": list(config.layer_windows),
-        "qkv_bias": config.qkv_bias,
-        "output_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "attention_sinks": config.attention_sinks,
-        "attention_softcap": config.attention_softcap,
         "experts": None if experts is None else [experts.count, experts.per_token, *experts.layers],
     }
 

@@ -188,7 +188,7 @@ class _Memory:
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if not any(tier.stays_on_device for tier in self._tiers):
+        if all(tier.in_host_memory for tier in self._tiers):
             return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes

@@ -162,7 +162,7 @@ def can_start_ahead(
         and all(
             num_tokens == 1
             and request.num_uncomputed_tokens == 1
-            and queues.tier_of(request).stays_on_device
+            and not queues.tier_of(request).in_host_memory
             and not (request.needs_tokens and request.request_id in under_way)
             for batch in decision.sub_batches
             for request, num_tokens in batch

@@ -318,10 +318,6 @@ class Scheduler(Generic[R]):
         self.queues.set_limit(tier, num_blocks, self._may_spill)
         self._admission.refused = None
 
-    def is_drained(self, tier: KVTier) -> bool:
-        """True if the blocks beyond the limit are unused; no iteration may be running."""
-        return self.queues.is_drained(tier, self._kv.size(tier).limit)
-
     def refuse_first(self: "Scheduler[Request]", why: str) -> list[RequestOutput]:
         """End the longest-waiting request, because no remaining tier can hold it."""
         return self._end([self.queues.waiting[0]], FinishReason.ERROR, why)
