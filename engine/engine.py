@@ -26,7 +26,7 @@ from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.disk import DiskCounters
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.live import LiveView, Notes
+from neo_desktop.engine.live import LiveView, Notes, live_requests, num_fitting
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
@@ -352,19 +352,24 @@ class Engine:
 
         The call enables notes about iterations for some seconds; the next view contains them.
         """
-        self._notes.ask()
-        weights_bytes = self._decoder.nbytes
-        queues, device = self._scheduler.queues, self._decoder.device
-        workers = None if self._workers is None else self._workers.states
-        return LiveView.of(
-            self.stats(),
-            queues.placed,
-            self._notes,
-            device,
-            weights_bytes,
-            self._cost_model,
-            queues.async_groups,
-            workers,
+        notes, queues, device = self._notes, self._scheduler.queues, self._decoder.device
+        notes.ask()
+        stats, has_gpu = self.stats(), device.type == "cuda"
+        running = [request for _, request in queues.placed]
+        gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
+        return LiveView(
+            stats=stats,
+            requests=live_requests(queues.placed, queues.async_groups),
+            num_gpu_alone=gpu_cache and num_fitting(running, gpu_cache.num_blocks, stats.block_size),
+            is_gpu_imitated=not has_gpu,
+            device_name=torch.cuda.get_device_name(device) if has_gpu else None,
+            weights_bytes=self._decoder.nbytes,
+            rates=notes.rates,
+            iterations=notes.iterations,
+            spans=notes.spans,
+            spans_age_s=notes.spans_age_s,
+            tables=self._cost_model,
+            workers={} if self._workers is None else self._workers.states,
         )
 
     def close(self) -> None:

@@ -13,9 +13,6 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
-from typing import Self
-
-import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
@@ -136,47 +133,6 @@ class LiveView:
     spans_age_s: float  # since the end of that iteration
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
     workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        stats: EngineStats,
-        running: Sequence[tuple[KVTier, RequestState]],
-        notes: "Notes",
-        device: torch.device,
-        weights_bytes: int,
-        tables: TableCostModel | None,
-        async_decodes: Container[RequestState] = (),
-        workers: Mapping[KVTier, WorkerState] | None = None,
-    ) -> Self:
-        """Make a view from the current state.
-
-        Args:
-            running: running requests with their tiers.
-            device: the model's.
-            tables: the scheduler's cost model; None: the policy needs none.
-            async_decodes: see `live_requests`.
-            workers: attention workers; None: no workers.
-        """
-        is_cuda = device.type == "cuda"
-        gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
-        requests = [request for _, request in running]
-        return cls(
-            stats=stats,
-            requests=live_requests(running, async_decodes),
-            num_gpu_alone=(
-                num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
-            ),
-            is_gpu_imitated=not is_cuda,
-            device_name=torch.cuda.get_device_name(device) if is_cuda else None,
-            weights_bytes=weights_bytes,
-            rates=notes.rates,
-            iterations=notes.iterations,
-            spans=notes.spans,
-            spans_age_s=notes.spans_age_s,
-            tables=tables,
-            workers=workers or {},
-        )
 
     @property
     def overlap(self) -> float | None:

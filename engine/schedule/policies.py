@@ -108,7 +108,7 @@ class Hidden(Policy):
         if builder.num_starved or not partition.num_taken:
             return partition
         worth = Objective(decode=1.0, rest=builder.shape.num_decodes + len(builder.chunks))
-        return worth.best((partition, generator.front(0, 0)))[0]
+        return worth.best((partition, generator.front(0, 0)))
 
 
 class Apart(Hidden):
@@ -124,7 +124,7 @@ class Apart(Hidden):
         generator = _generator(builder)
         apart = generator.with_async(generator.front(0, 0), builder.limits.max_token_ms)
         worth = Objective(1.0, builder.shape.num_decodes, builder.cost.num_layers)
-        return worth.best((pipelined, *apart))[0]
+        return worth.best((pipelined, *apart))
 
 
 class Fastest(Policy):
@@ -185,7 +185,7 @@ class Fastest(Policy):
         partitions = self._candidates(builder)
         if builder.num_starved:
             partitions = (partition for partition in partitions if partition.num_taken)
-        return worth.best(partitions)[0]
+        return worth.best(partitions)
 
     def _candidates(self, builder: BatchBuilder) -> Iterator[Partition]:
         generator = _generator(builder)
