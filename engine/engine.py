@@ -356,11 +356,11 @@ class Engine:
         notes.ask()
         stats, has_gpu = self.stats(), device.type == "cuda"
         running = [request for _, request in queues.placed]
-        gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
+        gpu_caches = [pool.num_blocks for tier, pool in stats.pools.items() if not tier.in_host_memory]
         return LiveView(
             stats=stats,
             requests=live_requests(queues.placed, queues.async_groups),
-            num_gpu_alone=gpu_cache and num_fitting(running, gpu_cache.num_blocks, stats.block_size),
+            num_gpu_alone=num_fitting(running, gpu_caches[0], stats.block_size) if gpu_caches else None,
             is_gpu_imitated=not has_gpu,
             device_name=torch.cuda.get_device_name(device) if has_gpu else None,
             weights_bytes=self._decoder.nbytes,

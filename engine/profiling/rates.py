@@ -3,7 +3,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import cache, partial
 
@@ -103,7 +103,7 @@ def measured_duplex(streams: Streams) -> float:
         return 1.0
     ways = [(streams.stream(), _copy(streams.device, to_host=to_host)) for to_host in (False, True)]
 
-    def least_s(ways: Sequence[tuple[torch.cuda.Stream, Callable[[], Tensor]]]) -> float:
+    def least_s(ways: list[tuple[torch.cuda.Stream, Callable[[], Tensor]]]) -> float:
         def copy() -> None:
             for stream, start in ways * COPIES_IN_A_ROW:
                 with torch.cuda.stream(stream):
