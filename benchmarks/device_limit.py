@@ -18,11 +18,11 @@ import torch
 from benchmarks.rig import POLICY, Rig, Step
 from benchmarks.shown import model_arguments
 from neo_desktop import native
+from neo_desktop.app.bench.device_rates import CudaTimer, matrix_rate, read_rate
+from neo_desktop.app.bench.host_rates import Host
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.profiling.device_rates import CudaTimer, matrix_rate, read_rate
-from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.setup import set_up
 from neo_desktop.models.config import ModelConfig
 

@@ -172,7 +172,7 @@ class IterationPlan:
     @property
     def stays_on_device(self) -> bool:
         """True if the iteration has no host attention and no KV copies."""
-        return not self.copies and all(sequence.tier.stays_on_device for sequence in self.all_sequences)
+        return not self.copies and not any(sequence.tier.in_host_memory for sequence in self.all_sequences)
 
     @property
     def sequences(self) -> Iterator[ScheduledSequence]:

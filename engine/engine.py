@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +26,7 @@ from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.disk import DiskCounters
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.live import LiveView, Notes
+from neo_desktop.engine.live import LiveView, Notes, live_requests, num_fitting
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
@@ -325,7 +326,8 @@ class Engine:
         return embed(self, prompts, pooling)
 
     def stats(self) -> EngineStats:
-        queues, counters = self._scheduler.queues, self._scheduler.counters
+        queues, counters = self._scheduler.queues, asdict(self._scheduler.counters)
+        del counters["num_accepted"]  # a part of `speculative`
         return EngineStats(
             model=self.model_name,
             policy=self._policy,
@@ -336,16 +338,9 @@ class Engine:
             block_size=self._kv_cache.block_size,
             num_running=queues.num_running,
             num_running_at=queues.num_running_at,
-            num_waiting=queues.num_waiting,
+            num_waiting=len(queues.waiting),
             num_iterations=self._iterations.num_started,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_cached_tokens=counters.num_cached_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_moves=counters.num_moves,
-            num_cpu_decodes=counters.num_cpu_decodes,
-            num_async_decodes=counters.num_async_decodes,
-            num_double_iterations=counters.num_double_iterations,
+            **counters,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
             disk=DiskCounters() if self._kv_cache.disk is None else self._kv_cache.disk.counters,
@@ -357,19 +352,24 @@ class Engine:
 
         The call enables notes about iterations for some seconds; the next view contains them.
         """
-        self._notes.ask()
-        weights_bytes = self._decoder.nbytes
-        queues, device = self._scheduler.queues, self._decoder.device
-        workers = None if self._workers is None else self._workers.states
-        return LiveView.of(
-            self.stats(),
-            queues.placed,
-            self._notes,
-            device,
-            weights_bytes,
-            self._cost_model,
-            queues.async_groups,
-            workers,
+        notes, queues, device = self._notes, self._scheduler.queues, self._decoder.device
+        notes.ask()
+        stats, has_gpu = self.stats(), device.type == "cuda"
+        running = [request for _, request in queues.placed]
+        gpu_caches = [pool.num_blocks for tier, pool in stats.pools.items() if not tier.in_host_memory]
+        return LiveView(
+            stats=stats,
+            requests=live_requests(queues.placed, queues.async_groups),
+            num_gpu_alone=num_fitting(running, gpu_caches[0], stats.block_size) if gpu_caches else None,
+            is_gpu_imitated=not has_gpu,
+            device_name=torch.cuda.get_device_name(device) if has_gpu else None,
+            weights_bytes=self._decoder.nbytes,
+            rates=notes.rates,
+            iterations=notes.iterations,
+            spans=notes.spans,
+            spans_age_s=notes.spans_age_s,
+            tables=self._cost_model,
+            workers={} if self._workers is None else self._workers.states,
         )
 
     def close(self) -> None:

@@ -153,14 +153,12 @@ class Fallbacks:
 
     def __init__(self, forced: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
-        self._positions: dict[str, int] = {}
-        self._reasons: dict[str, str] = {}
+        self._lowered: dict[str, tuple[int, str]] = {}  # mechanism -> position of its level, and the reason
         self._changes = 0
         for name, level in (forced or {}).items():
             if name not in MECHANISMS:
                 raise ValueError(f"unknown mechanism {name!r}; choose one of: {', '.join(MECHANISMS)}")
-            self._positions[name] = MECHANISMS[name].position(level)
-            self._reasons[name] = f"{variable(name)} asks for it"
+            self._lowered[name] = MECHANISMS[name].position(level), f"{variable(name)} asks for it"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Fallbacks":
@@ -179,14 +177,17 @@ class Fallbacks:
     def _position(self, mechanism: str) -> int:
         if self._unmet_need(mechanism) is not None:
             return len(MECHANISMS[mechanism].levels) - 1
-        return self._positions.get(mechanism, 0)
+        return self._state(mechanism)[0]
+
+    def _state(self, mechanism: str) -> tuple[int, str | None]:
+        return self._lowered.get(mechanism, (0, None))
 
     def _unmet_need(self, mechanism: str) -> str | None:
         """Return the unmet requirement of a mechanism, in words; None: all are met."""
         for name, level in NEEDS.get(mechanism, {}).items():
             other = MECHANISMS[name]
             position = other.position(level)
-            if self._positions.get(name, 0) > position:
+            if self._state(name)[0] > position:
                 return f"{other.title}: it must be {other.levels[position].what}"
         return None
 
@@ -205,11 +206,10 @@ class Fallbacks:
     def _lower(self, mechanism: str, level: str, reason: str) -> bool:
         position = MECHANISMS[mechanism].position(level)
         with self._lock:
-            if self._positions.get(mechanism, 0) >= position:
+            if self._state(mechanism)[0] >= position:
                 return False
-            self._positions[mechanism] = position
+            self._lowered[mechanism] = position, reason
             self._changes += 1
-            self._reasons[mechanism] = reason
         return True
 
     def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
@@ -230,22 +230,22 @@ class Fallbacks:
         Levels apply to the whole process, so no other work may be running.
         """
         with self._lock:
-            before = dict(self._positions), dict(self._reasons)
+            before = dict(self._lowered)
         try:
             self.put(levels)
             yield
         finally:
             with self._lock:
-                self._positions, self._reasons = before
+                self._lowered = before
                 self._changes += 1
 
     def put(self, levels: Mapping[str, str]) -> None:
         """Use these levels from now on, higher or lower than before."""
-        positions = {name: MECHANISMS[name].position(level) for name, level in levels.items()}
+        reason = "set explicitly"
+        states = {name: (MECHANISMS[name].position(level), reason) for name, level in levels.items()}
         with self._lock:
-            self._positions |= positions
+            self._lowered |= states
             self._changes += 1
-            self._reasons |= dict.fromkeys(positions, "set explicitly")
 
     @property
     def changes(self) -> int:
@@ -257,14 +257,14 @@ class Fallbacks:
             FallbackState(
                 mechanism,
                 mechanism.levels[self._position(name)],
-                self._unmet_need(name) or self._reasons.get(name),
+                self._unmet_need(name) or self._state(name)[1],
             )
             for name, mechanism in MECHANISMS.items()
         ]
 
     def limits(self) -> Mapping[str, str]:
         """Return `mechanism -> level` for mechanisms below their highest level."""
-        return {name: self.level(name) for name, position in self._positions.items() if position}
+        return {name: self.level(name) for name, (position, _) in self._lowered.items() if position}
 
 
 def _warn(mechanisms: Sequence[str], level: str, reason: str) -> None:

@@ -41,15 +41,15 @@ def any_json() -> str:
     return from_json_schema({"type": "object"})
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
+def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """Return the grammar of JSON that satisfies a schema, in one line or indented.
 
-    Constraints that cannot be enforced are left out, or rejected if strict; `parsed_schema` lists them.
+    Constraints that cannot be enforced are left out; `parsed_schema` lists them.
 
     Raises:
         SettingError: it is no JSON schema, is too long, or is unsupported.
     """
-    return from_enforceable(parsed_schema(schema, is_strict=is_strict).schema)
+    return from_enforceable(parsed_schema(schema).schema)
 
 
 def from_enforceable(schema: Mapping[str, Any]) -> str:

@@ -8,14 +8,13 @@ from neo_desktop.engine.kv.cache import KVCache, PoolSize
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-GIB = 1024**3
 RESERVE_SHARE = 0.1  # of the computer's or the container's memory
 MOST_RESERVE_BYTES = 2 * GIB  # for the default reserve
 LOOK_S = 1.0  # between checks of the available memory;
@@ -147,7 +146,7 @@ class HostReserve:
 
     def _give_back(self) -> None:
         for tier in tuple(self._draining):
-            if not self._scheduler.is_drained(tier):
+            if not self._scheduler.queues.is_drained(tier):
                 continue
             self._draining.discard(tier)
             size = self._kv.size(tier)

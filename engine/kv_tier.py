@@ -53,10 +53,6 @@ class KVTier(_KVTier):
         """The tier whose decode attention costs the same: streamed KV costs as much as the device's own."""
         return KVTier.DEVICE if self.is_streamed else self
 
-    @property
-    def stays_on_device(self) -> bool:
-        return not self.in_host_memory
-
 
 KVTier.DEVICE = KVTier("device", label="gpu", in_host_memory=False, host_attends=False)
 KVTier.HOST = KVTier("host", label="cpu", in_host_memory=True, host_attends=True)

@@ -9,13 +9,10 @@ errors, the bound).
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
-from typing import Self
-
-import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
@@ -72,45 +69,28 @@ class LiveIteration:
     @classmethod
     def of(cls, plan: IterationPlan, timing: IterationTiming, num_accepted: int = 0) -> "LiveIteration":
         """Summarise an iteration; `num_accepted` tokens of drafts were right."""
-        decoded: list[str] = []
-        num_gpu = num_cpu = num_prompts = num_prompt_tokens = decode_context = 0
-        num_outputs = num_accepted
-        prompt_context, longest_prompt = 0.0, 1
-        # a single pass, because the engine's thread runs it in every iteration
-        for sequence in plan.sequences:
-            num_tokens = len(sequence.token_ids)
-            num_outputs += sequence.sampling is not None and not sequence.is_draft
-            if num_tokens == 1:
-                decoded.append(sequence.request_id)
-                num_cpu += sequence.tier.host_attends
-                num_gpu += not sequence.tier.host_attends
-                decode_context += sequence.start + 1
-            else:
-                num_prompts += 1
-                num_prompt_tokens += num_tokens
-                prompt_context += num_tokens * (sequence.start + num_tokens / 2)
-                longest_prompt = max(longest_prompt, sequence.start + num_tokens)
-        for sequence in plan.async_sequences:  # each advances by a layer; the last stage produces tokens
-            num_cpu += 1
-            if sequence.sampling is not None:
-                decoded.append(sequence.request_id)
-                num_outputs += 1
-                decode_context += sequence.start + 1
+        sequences, in_flight = list(plan.sequences), list(plan.async_sequences)
+        decodes = [sequence for sequence in sequences if sequence.is_decode]
+        chunks = [sequence for sequence in sequences if not sequence.is_decode]
+        # Async decodes advance by a layer each; those at the last stage produce tokens.
+        ended = [sequence for sequence in in_flight if sequence.sampling is not None]
+        num_on_cpu = sum(sequence.tier.host_attends for sequence in decodes)
+        num_sampled = sum(s.sampling is not None and not s.is_draft for s in sequences)
         return cls(
             total_ms=timing.total_ms,
             predicted_ms=plan.predicted.total_ms,
             host_attention_ms=timing.host_attention_ms,
             num_sub_batches=len(plan.sub_batches),
-            num_gpu_decodes=num_gpu,
-            num_cpu_decodes=num_cpu,
-            num_prompts=num_prompts,
-            num_prompt_tokens=num_prompt_tokens,
-            num_outputs=num_outputs,
+            num_gpu_decodes=len(decodes) - num_on_cpu,
+            num_cpu_decodes=num_on_cpu + len(in_flight),
+            num_prompts=len(chunks),
+            num_prompt_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            num_outputs=num_sampled + num_accepted + len(ended),
             num_copied_blocks=len(plan.copies),
-            prompt_context=prompt_context,
-            longest_prompt=longest_prompt,
-            decode_context=decode_context,
-            decoded=tuple(decoded),
+            prompt_context=sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in chunks),
+            longest_prompt=max((chunk.context_len for chunk in chunks), default=1),
+            decode_context=sum(sequence.context_len for sequence in (*decodes, *ended)),
+            decoded=tuple(sequence.request_id for sequence in (*decodes, *ended)),
         )
 
 
@@ -153,47 +133,6 @@ class LiveView:
     spans_age_s: float  # since the end of that iteration
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
     workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        stats: EngineStats,
-        running: Sequence[tuple[KVTier, RequestState]],
-        notes: "Notes",
-        device: torch.device,
-        weights_bytes: int,
-        tables: TableCostModel | None,
-        async_decodes: Container[RequestState] = (),
-        workers: Mapping[KVTier, WorkerState] | None = None,
-    ) -> Self:
-        """Make a view from the current state.
-
-        Args:
-            running: running requests with their tiers.
-            device: the model's.
-            tables: the scheduler's cost model; None: the policy needs none.
-            async_decodes: see `live_requests`.
-            workers: attention workers; None: no workers.
-        """
-        is_cuda = device.type == "cuda"
-        gpu_cache = next((pool for tier, pool in stats.pools.items() if not tier.in_host_memory), None)
-        requests = [request for _, request in running]
-        return cls(
-            stats=stats,
-            requests=live_requests(running, async_decodes),
-            num_gpu_alone=(
-                num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
-            ),
-            is_gpu_imitated=not is_cuda,
-            device_name=torch.cuda.get_device_name(device) if is_cuda else None,
-            weights_bytes=weights_bytes,
-            rates=notes.rates,
-            iterations=notes.iterations,
-            spans=notes.spans,
-            spans_age_s=notes.spans_age_s,
-            tables=tables,
-            workers=workers or {},
-        )
 
     @property
     def overlap(self) -> float | None:
@@ -248,14 +187,10 @@ class Notes:
 
     Args:
         timeline: records single iterations for the view; None: no spans.
-        clock: in seconds.
     """
 
-    def __init__(
-        self, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline
-        self._clock = clock
         self._until_s = float("-inf")
         self._num_prompt_tokens = 0  # computed while notes are enabled
         self._num_output_tokens = 0
@@ -265,11 +200,11 @@ class Notes:
     @property
     def is_on(self) -> bool:
         """True if a client polled recently."""
-        return self._clock() < self._until_s
+        return time.perf_counter() < self._until_s
 
     def ask(self) -> None:
         """Enable notes for some seconds, and record the next iteration."""
-        now = self._clock()
+        now = time.perf_counter()
         if now >= self._until_s:  # old notes are stale
             self._samples.clear()
             self._iterations.clear()

@@ -22,7 +22,6 @@ from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
 from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
     FreeMemory,
-    MemoryCaps,
     activation_bytes,
     limits_of,
 )
@@ -54,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 BUILTIN_NAME = "neo-desktop-guide"  # name in the API
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # "auto": the model's own dtype, lossless
 LOADING = "Loading weights"
 
 
@@ -268,7 +266,7 @@ def kept_form(
         return packed
     dtype = choose_dtype(asked_dtype(options), config, device)
     free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
-    cap = MemoryCaps.of(options).gpu_bytes
+    cap = options.gpu_memory_bytes
     iteration = activation_bytes(config, limits_of(options, device), dtype, device) + DEVICE_RESERVE_BYTES
     room = min(each for each in (free, cap) if each is not None) - iteration
     return DENSE if config.weight_bytes(dtype) <= room else packed

@@ -16,6 +16,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 BUILTIN = "builtin"  # the model that ships with the program
 EVERYDAY = "Options"  # the first panel of `--help`
+GIB = 1024**3
 MAX_BATCH_REQUESTS = 256
 MOST = 2**53  # limit for all numbers: floats represent every integer up to it
 MAX_TOKEN_MS = 2000.0  # see `EngineOptions`
@@ -272,6 +273,16 @@ class EngineOptions:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.workers is not None:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
+
+    @property
+    def gpu_memory_bytes(self) -> int | None:
+        """Limit on GPU memory: weights, activations, KV and reserve; without a GPU: KV of the GPU-cache."""
+        return None if self.gpu_memory_gib is None else int(self.gpu_memory_gib * GIB)
+
+    @property
+    def cpu_memory_bytes(self) -> int | None:
+        """Limit on KV in host memory, and transfer buffers; ranks share host memory."""
+        return None if self.cpu_memory_gib is None else int(self.cpu_memory_gib * GIB) // self.tensor_parallel
 
     @property
     def most_requests(self) -> int:

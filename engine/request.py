@@ -15,6 +15,8 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.thought_budget import ThoughtBudget
 from neo_desktop.models.vision.prompt import ImageRows
 
+NO_TOKENS = IntArray().view()
+
 
 class FinishReason(StrEnum):
     """Reason for the end of a request."""
@@ -155,8 +157,11 @@ class Request(RequestState):
         self._pooled: FloatArray | None = None  # running sum of the requested hidden states
         self._new_tokens: list[SampledToken] = []
         self._block_hashes = list(block_hashes)
+        self._has_penalties = params.has_penalties
         # only for penalties, see `SamplingInput`
-        self._distinct_prompt = IntArray(np.unique(prompt_token_ids) if params.has_penalties else ())
+        self._distinct_prompt = NO_TOKENS
+        if self._has_penalties:
+            self._distinct_prompt = IntArray(np.unique(prompt_token_ids)).view()
         self._output = IntArray()
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
@@ -178,17 +183,18 @@ class Request(RequestState):
     def needs_tokens(self) -> bool:
         """True if choosing a token requires all earlier ones."""
         is_due = self._budget is not None and self._budget.is_due
-        return self._grammar is not None or self.params.has_penalties or is_due
+        return self._grammar is not None or self._has_penalties or is_due
 
     def sampling_input(self) -> SamplingInput:
+        forced = None if self._budget is None else self._budget.mask()
         return SamplingInput(
-            params=self.params,
-            seed=self._seed,
-            choice=self.choice,
-            position=self.num_tokens,
-            prompt_token_ids=self._distinct_prompt.view(),
-            output_token_ids=self._output.view(),
-            grammar=(self._budget and self._budget.mask()) or self._grammar,
+            self.params,
+            self._seed,
+            self.choice,
+            self.num_tokens,
+            self._distinct_prompt,
+            self._output.view() if self._has_penalties else NO_TOKENS,
+            forced or self._grammar,
         )
 
     def draft_rows(self, draft: Sequence[int]) -> list[DraftRow]:
@@ -203,7 +209,7 @@ class Request(RequestState):
             if is_end or token_id in self._end_token_ids:
                 break
             output = last.output_token_ids
-            if self.params.has_penalties:
+            if self._has_penalties:
                 output = np.append(output, np.int32(token_id))
             grammar = after
             last = last._replace(position=last.position + 1, output_token_ids=output, grammar=grammar)
@@ -229,7 +235,7 @@ class Request(RequestState):
             self._budget.accept(token.token_id)
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)
-        if self.params.has_penalties:
+        if self._has_penalties:
             self._output.append(token.token_id)
         is_stopped = token.token_id in self._end_token_ids or self._text.push(token.token_id)
         if is_stopped or (self._grammar is not None and self._grammar.is_complete):

@@ -20,7 +20,7 @@ from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks.driver import Driver, DriverExecutor
 from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.ranks.members import Member
-from neo_desktop.engine.execute.recurrent import allocate_states, num_slots
+from neo_desktop.engine.execute.recurrent import allocate_states
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.cache import KVCache
@@ -30,12 +30,18 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_device, load
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import prompt_ms
-from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
+from neo_desktop.engine.profiling.budget import (
+    FreeMemory,
+    KVBudget,
+    cache_tokens_of,
+    cpu_cache_dtype,
+    limits_of,
+)
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
@@ -53,7 +59,6 @@ from neo_desktop.models.rank import ALONE
 logger = logging.getLogger(__name__)
 
 MEASURING = "Measuring this computer: "  # prefix of the profiler's progress
-GIB = 1024**3
 MOST_DISK_BYTES, MOST_DISK_SHARE = 10 * GIB, 0.1  # by default; the share is of the free space
 
 
@@ -83,8 +88,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
     """
     tiers = get_policy(options.policy).tiers
-    asked_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
-    if asked_dtype is not None and not any(tier.host_attends for tier in tiers):
+    if cpu_cache_dtype(options) is not None and not any(tier.host_attends for tier in tiers):
         raise ValueError(f"cpu_cache_dtype is {options.cpu_cache_dtype}, but this policy has no CPU-cache")
     for tier, tokens in cache_tokens_of(options).items():
         if tokens and tier not in tiers:
@@ -193,15 +197,6 @@ def with_workers(
     )
 
 
-def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
-    """Return `tier -> requested tokens`; None: as many as fit."""
-    return {
-        KVTier.DEVICE: options.gpu_cache_tokens,
-        KVTier.HOST: options.cpu_cache_tokens,
-        KVTier.STREAMED: options.swap_cache_tokens,
-    }
-
-
 def take_memory(
     loaded: LoadedModel,
     options: EngineOptions,
@@ -220,7 +215,6 @@ def take_memory(
         MemoryError: the memory does not suffice.
     """
     tiers = get_policy(options.policy).tiers if tiers is None else tiers
-    cpu_cache_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     decoder = loaded.decoder
     num_ranks = 1 if member is None else member.rank.count
     if member is None and any(tier.host_attends for tier in tiers):
@@ -237,23 +231,13 @@ def take_memory(
     if member is not None:
         member.join(decoder.dtype, decoder.device)
     free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
-    num_states = num_slots(loaded.config, limits.max_batch_requests, free.device_bytes)
-    if num_states:  # a token of an async decode would pass the recurrent layers of later tokens
-        limits = replace(limits, max_token_ms=0.0)
-    fitting = pool_blocks(
-        loaded.config,
-        decoder.dtype,
-        limits,
-        decoder.device,
-        cache_tokens_of(options),
-        MemoryCaps.of(options),
-        cpu_cache_dtype,
-        free,
-        decoder.memory()[decoder.device],
-        tiers,
-        bus_share,
+    weight_bytes = decoder.memory()[decoder.device]
+    budget = KVBudget(
+        loaded.config, decoder.dtype, decoder.device, options, free, weight_bytes, tiers, bus_share
     )
-    num_blocks = {tier: fitting[tier] for tier in tiers}
+    if budget.num_states:  # a token of an async decode would pass the recurrent layers of later tokens
+        limits = replace(limits, max_token_ms=0.0)
+    num_blocks = budget.num_blocks()
     if member is not None:
         num_blocks = member.agreed(num_blocks)
     if not any(num_blocks.values()) and options.workers is None:
@@ -263,18 +247,11 @@ def take_memory(
         )
     with loaded.streams.on_device():  # memory belongs to the stream on which it was allocated
         pools = {
-            tier: make_pool(
-                tier,
-                loaded.config,
-                count,
-                (cpu_cache_dtype if tier.host_attends else None) or decoder.dtype,
-                decoder.device,
-                decoder.sinks,
-            )
+            tier: make_pool(tier, loaded.config, count, budget.dtype_of(tier), decoder.device, decoder.sinks)
             for tier, count in num_blocks.items()
             if count or not tier.is_streamed
         }
-        states = allocate_states(loaded.config, num_states, decoder.device)
+        states = allocate_states(loaded.config, budget.num_states, decoder.device)
     return EngineParts(loaded, limits, num_blocks, KVStorage(pools, states), options.speculate)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
-from neo_desktop.engine.predict.estimate import Decodes, host_ms
+from neo_desktop.engine.predict.estimate import Decodes, off_device_times
 from neo_desktop.engine.simulation.analytic import LONGEST_CONTEXT, host_attention_ms
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.machine import HostPreset
@@ -125,7 +125,7 @@ def device_ms(cost: TableCostModel, load: SteadyLoad) -> float:
 def workers_ms(cost: TableCostModel, load: SteadyLoad) -> float:
     """Return the time of attention for half of the decodes in a layer, including the network."""
     rows = -(-load.requests // 2)
-    return host_ms(cost, {WORKERS: Decodes(rows, round(rows * load.context_tokens))})
+    return off_device_times(cost, {WORKERS: Decodes(rows, round(rows * load.context_tokens))}).all
 
 
 def workers_wanted(

@@ -37,7 +37,7 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
     assert "Contracts: 5 kept" in result.stdout
 
 
-def test_only_policies_and_set_up_name_a_tier() -> None:
+def test_only_policies_name_a_tier() -> None:
     """Other modules ask a tier for its memory and attention device, so that further tiers are possible."""
     named = {
         str(path.relative_to(REPOSITORY))
@@ -45,7 +45,7 @@ def test_only_policies_and_set_up_name_a_tier() -> None:
         for path in (REPOSITORY / folder).rglob("*.py")
         if re.search(r"\bKVTier\.(DEVICE|HOST|STREAMED)\b", path.read_text(encoding="utf-8"))
     }
-    assert named == {"engine/kv_tier.py", "engine/setup.py", "engine/schedule/policies.py"}
+    assert named == {"engine/kv_tier.py", "engine/schedule/policies.py"}
 
 
 def test_the_loop_over_layers_names_no_technique() -> None:

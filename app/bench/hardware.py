@@ -1,7 +1,7 @@
 """Suite `hardware`: the rates of this computer's processors and memories, and of the ways between them.
 
 They bound everything else: decoding reads weights and KV, prefill multiplies matrices, offloading crosses the
-bus and waits for the CPU. engine/profiling/host_rates.py, device_rates.py and offload.py hold the timed work.
+bus and waits for the CPU. host_rates.py, device_rates.py and engine/profiling/offload.py hold the timed work.
 """
 
 import time
@@ -16,14 +16,7 @@ import torch
 from neo_desktop import native
 from neo_desktop.app.bench.charts import COLOURS, Line, lines
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.options import HardwareOptions
-from neo_desktop.app.bench.section import Plot, Section, Spread, Table
-from neo_desktop.app.bench.words import many, say
-from neo_desktop.app.words import binary_size
-from neo_desktop.engine.cuda.streams import Streams, open_streams
-from neo_desktop.engine.execute.backend import open_backend
-from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.profiling.device_rates import (
+from neo_desktop.app.bench.device_rates import (
     BOTH,
     CudaTimer,
     Direction,
@@ -32,8 +25,15 @@ from neo_desktop.engine.profiling.device_rates import (
     matrix_rate,
     read_rate,
 )
+from neo_desktop.app.bench.host_rates import Host, native_dtypes
+from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.section import Plot, Section, Spread, Table
+from neo_desktop.app.bench.words import many, say
+from neo_desktop.app.words import binary_size
+from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.execute.backend import open_backend
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
-from neo_desktop.engine.profiling.host_rates import Host, native_dtypes
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.engine.progress import Progress
 

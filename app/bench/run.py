@@ -17,7 +17,7 @@ from neo_desktop.app.bench.words import say
 from neo_desktop.app.words import EXPECTED, error_text
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.profiling.budget import GIB
+from neo_desktop.engine.options import GIB
 from neo_desktop.engine.profiling.hardware import host_memory, machine_info
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.unused_memory import return_memory

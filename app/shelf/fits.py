@@ -6,15 +6,14 @@ from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, asked_dtype, choose_device, choose_dtype, kept_form
+from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype, kept_form
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
-from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks, smaller_form
+from neo_desktop.engine.profiling.budget import FreeMemory, KVBudget
 from neo_desktop.engine.profiling.profile_cache import find_tables
-from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.profiling.weight_memory import plan_memory, smaller_form
 from neo_desktop.engine.schedule.policies import get_policy
-from neo_desktop.engine.setup import cache_tokens_of
 from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
@@ -100,19 +99,17 @@ class Fitting:
             config, self.form, dtype, device, options, lambda: self.rates, self.free
         )
         tiers = get_policy(options.policy).tiers
-        blocks = pool_blocks(
+        budget = KVBudget(
             config,
             dtype,
-            limits_of(options, device),
             device,
-            cache_tokens_of(options),
-            MemoryCaps.of(options),
-            CPU_CACHE_DTYPES[options.cpu_cache_dtype],
+            options,
             self._beside_weights(),
             self.weights if plan is None else plan.gpu_bytes,
             tiers,
             self.rates.bus_bytes_per_s / self.rates.gpu_bytes_per_s,
         )
+        blocks = budget.num_blocks()
         self.tokens |= {tier: BLOCK_SIZE * blocks.get(tier, 0) for tier in MEASURED_TIERS if tier in tiers}
 
     def _beside_weights(self) -> FreeMemory:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from neo_desktop import native
+from neo_desktop.app.bench.host_rates import Host
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
-from neo_desktop.engine.profiling.host_rates import Host
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.divided import DividedWeights
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host

@@ -12,8 +12,8 @@ from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.weight_plan import WeightPlan, divides_experts
-from neo_desktop.engine.profiling.budget import QUANTISATIONS, FreeMemory
-from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.weight_memory import QUANTISATIONS, plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, bytes_read, kv_budget
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates

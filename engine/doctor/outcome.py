@@ -32,6 +32,20 @@ class Result(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Announcement:
+    """A check that is about to run."""
+
+    name: str  # unique
+    title: str
+    mechanism: str | None  # of the fallbacks; None: no fallback exists
+    level: str | None
+    deadline_s: float
+
+    def outcome(self, result: Result, reason: str | None, figures: Figures) -> "Outcome":
+        return Outcome(self.name, self.title, self.mechanism, self.level, result, reason, figures)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """One check's result."""
 
@@ -83,7 +97,7 @@ def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
     """
     limits = []
     for name, mechanism in MECHANISMS.items():
-        failed = {o.level: o for o in reversed(outcomes) if o.mechanism == name and o.has_failed}
+        failed = _failed(outcomes, name)
         levels = [level.name for level in mechanism.levels]
         if levels[0] not in failed:
             continue
@@ -93,16 +107,17 @@ def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
 
 
 def unserved(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the failed checks without a fallback."""
-    lost = []
-    for outcome in outcomes:
-        if not outcome.has_failed:
-            continue
+    """Return the failed checks without a fallback; of a mechanism that fails at every level, the lowest."""
+
+    def is_lost(outcome: Outcome) -> bool:
         if outcome.mechanism is None:
-            lost.append(outcome)
-            continue
-        levels = MECHANISMS[outcome.mechanism].levels
-        failed = {o.level for o in outcomes if o.mechanism == outcome.mechanism and o.has_failed}
-        if outcome.level == levels[-1].name and failed.issuperset(level.name for level in levels):
-            lost.append(outcome)
-    return lost
+            return True
+        levels = [level.name for level in MECHANISMS[outcome.mechanism].levels]
+        return outcome.level == levels[-1] and _failed(outcomes, outcome.mechanism).keys() >= set(levels)
+
+    return [outcome for outcome in outcomes if outcome.has_failed and is_lost(outcome)]
+
+
+def _failed(outcomes: Sequence[Outcome], mechanism: str) -> dict[str | None, Outcome]:
+    """Return `level -> its first failed check`."""
+    return {o.level: o for o in reversed(outcomes) if o.mechanism == mechanism and o.has_failed}

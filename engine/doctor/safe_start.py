@@ -83,12 +83,13 @@ def begin_start(device: torch.device) -> StartMark:
     record = _record(digest(key))
     caution = min(record.caution, len(plan))
     if caution:
-        for mechanism, level in careful_levels(device.type, caution).items():
+        levels = careful_levels(device.type, caution)
+        for mechanism, level in levels.items():
             fallbacks.limit(mechanism, level, "an earlier start ended unexpectedly", is_told=True)
         logger.warning(
             "an earlier start ended unexpectedly, so this one avoids possible causes: %s. "
             "%sTo check this computer and restore normal starts: neo-desktop doctor --refresh",
-            _in_words(plan[:caution]),
+            _in_words(levels),
             "The next one will be normal again. " if record.num_ended == 1 else "",
         )
         if caution == len(plan) and device.type == "cuda":
@@ -180,10 +181,7 @@ def _keep(key: Key, record: _Record) -> None:
     write_json(cache_folder("starts") / f"{digest(key)}.json", {"key": key} | asdict(record), CANNOT_KEEP)
 
 
-def _in_words(taken: Sequence[Step]) -> str:
-    lowest: dict[str, str] = {}
-    for step in taken:
-        lowest |= step
+def _in_words(lowest: Step) -> str:
     parts = []
     if set(KERNELS) <= lowest.keys():
         lowest = {name: level for name, level in lowest.items() if name not in KERNELS}

@@ -3,7 +3,7 @@
     parent                                        child: engine.selfcheck
     ──────                                        ────────────────────
     {"subject": …, "done": […], …}  ── stdin ───→ the request, and the finished checks
-    deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
+    deadline of the start           ←─ stdout ──  {"event": "begin", "check": {"name": …, "deadline_s": …, …}}
     deadline of the check           ←─ stdout ──  {"event": "end", "result": …, "figures": {…}, "error": …}
     deadline of the repetition      ←─ stdout ──  {"event": "again", …}: repeats a check that others need
     …                               ←─ stdout ──  {"event": "done"}
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
+from neo_desktop.engine.doctor.outcome import Announcement, Outcome, Result, limits_of
 from neo_desktop.engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -56,33 +56,19 @@ class Subject:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    name: str
-    title: str
-    mechanism: str | None
-    level: str | None
-    deadline_s: float
-
-    def outcome(self, result: Result, reason: str | None, figures: Mapping[str, Any]) -> Outcome:
-        return Outcome(self.name, self.title, self.mechanism, self.level, result, reason, figures)
-
-
-_START = _Begun("start", "Start of the checks", None, None, START_DEADLINE_S)
+_START = Announcement("start", "Start of the checks", None, None, START_DEADLINE_S)
 
 
 def run_selfchecks(
     subject: Subject,
     *,
     listener: Listener | None = None,
-    timeout: float = 1.0,
     child: Sequence[str] = CHILD,
 ) -> list[Outcome]:
     """Run all checks; return their outcomes in order.
 
     Args:
         listener: called when a check starts and when it ends.
-        timeout: factor on all deadlines.
         child: the command of the child process.
     """
     listener = listener or (lambda title, outcome: None)
@@ -95,7 +81,7 @@ def run_selfchecks(
             "limits": {limit.mechanism: limit.level for limit in limits_of(outcomes)},
         }
         with _Child(child, request) as running:
-            lost = _follow(running, outcomes, listener, timeout)
+            lost = _follow(running, outcomes, listener)
         if lost is None:
             return outcomes
         if lost.name == _START.name and lost.result is Result.CRASHED and outcomes and deaths < MOST_DEATHS:
@@ -107,21 +93,20 @@ def run_selfchecks(
             return outcomes
 
 
-def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener, timeout: float) -> Outcome | None:
+def _follow(running: "_Child", outcomes: list[Outcome], listener: Listener) -> Outcome | None:
     """Collect outcomes from a child; return the outcome that ended it, or None if it finished."""
     under_way = _START
     while True:
         try:
-            event = running.event(under_way.deadline_s * timeout)
+            event = running.event(under_way.deadline_s)
         except TimeoutError:
-            seconds = under_way.deadline_s * timeout
-            return under_way.outcome(Result.HUNG, f"it had not finished after {seconds:g} s", {})
+            seconds = f"{under_way.deadline_s:g}"
+            return under_way.outcome(Result.HUNG, f"it had not finished after {seconds} s", {})
         match event:
             case None:
                 return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
-            case {"event": "begin"}:
-                names = ("name", "title", "mechanism", "level", "deadline_s")
-                under_way = _Begun(**{name: event[name] for name in names})
+            case {"event": "begin", "check": dict(check)}:
+                under_way = Announcement(**check)
                 listener(under_way.title, None)
             case {"event": "again", "deadline_s": float(deadline_s)}:
                 under_way = replace(_START, deadline_s=deadline_s)

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from neo_desktop import __version__, native
+from neo_desktop import native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.fallbacks import Fallbacks
-from neo_desktop.engine.profiling import hardware
-from neo_desktop.engine.profiling.profile_cache import model_key
+from neo_desktop.engine.profiling.profile_cache import model_key, processors_key
 from neo_desktop.models.config import ModelConfig
 
 CANNOT_KEEP = "the results of checks on this computer cannot be saved"
@@ -75,21 +74,9 @@ def new_verdict(key: Key, outcomes: Sequence[Outcome], *, is_quick: bool) -> Ver
 
 def machine_key(device: torch.device) -> dict[str, Any]:
     """Return the hardware and versions that decide what works; nothing identifies the owner."""
-    gpu = None
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_bytes": properties.total_memory,
-            "driver": hardware.driver_version(),
-        }
     return {
-        "neo_desktop": __version__,
-        "torch": torch.__version__,
+        **processors_key(device),
         "triton": _version("triton"),
-        "gpu": gpu,
-        "cpu": hardware.cpu_name(),
         "isas": list(native.available_isas()),
     }
 

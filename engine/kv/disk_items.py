@@ -107,6 +107,7 @@ class Blocks(BlockBytes):
 
     def __init__(self, kv_cache: KVCache, tier: KVTier, pool: KVPool) -> None:
         super().__init__(pool)
+        self.let_go = kv_cache.let_go
         self.piece = max(min(PIECE, PIECE_BYTES // self.num_bytes), 1)  # items to copy at a time
         self._kv, self._tier = kv_cache, tier
 
@@ -117,9 +118,6 @@ class Blocks(BlockBytes):
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Keep items until `let_go`; return `hash -> index` without missing ones."""
         return self._kv.hold(name, hashes, self._tier)
-
-    def let_go(self, name: str) -> None:
-        self._kv.let_go(name)
 
 
 class Checkpoints:

@@ -128,9 +128,6 @@ class Surface:
         columns = [tuple(accumulate(column, max)) for column in zip(*along_y, strict=True)]
         self.ms: tuple[tuple[float, ...], ...] = tuple(zip(*columns, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
-        return {"x": self.x, "y": self.y, "ms": self.ms}
-
     def __call__(self, x: float, y: float) -> float:
         """Return the time at (x, y); 0 if x is not positive."""
         if x <= 0:
@@ -274,22 +271,10 @@ class TableCostModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for `from_json`."""
-        data: dict[str, Any] = {"version": FILE_VERSION}
-        for each in _saved_fields():
-            value = getattr(self, each.name)
-            if isinstance(value, Curve):
-                value = {"x": value.x, "ms": value.ms}
-            elif isinstance(value, Surface):
-                value = value.to_json()
-            elif isinstance(value, StreamedShares):
-                value = asdict(value)
-            elif isinstance(value, Mapping):
-                value = {tier.name: surface.to_json() for tier, surface in value.items()}
-            data[each.name] = value
-        return data
+        return {"version": FILE_VERSION} | {each.name: _plain(getattr(self, each.name)) for each in _saved()}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Make a model from the result of `to_json`.
 
         Raises:
@@ -300,37 +285,35 @@ class TableCostModel:
                 f"the cost tables have version {data.get('version')!r}; this program reads "
                 f"version {FILE_VERSION}"
             )
-
-        def curve(value: Any) -> Curve:
-            return Curve(value["x"], value["ms"])
-
-        def surface(value: Any) -> Surface:
-            return Surface(value["x"], value["y"], value["ms"])
-
-        def by_tier(value: Any) -> dict[KVTier, Surface]:
-            return {tiers[name]: surface(each) for name, each in value.items()}
-
-        tiers = {tier.name: tier for tier in MEASURED_TIERS}
-        makers: dict[Any, Callable[[Any], Any]] = {
-            Curve: curve,
-            Surface: surface,
-            Mapping[KVTier, Surface]: by_tier,
-            MemoryShares: lambda value: MemoryShares(*map(float, value)),
-            StreamedShares: lambda value: StreamedShares(tuple(value["rows"]), tuple(value["shares"])),
-        }
         try:
-            if missing := tiers.keys() - data["attention"].keys():
-                raise KeyError(*missing)
-            return cls(
-                **{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in _saved_fields()}
-            )
+            return cls(**{f.name: _MAKERS.get(f.type, lambda value: value)(data[f.name]) for f in _saved()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
 
 
-def _saved_fields() -> "list[Field[Any]]":
+# Type of a field -> how to make it from plain data.
+_MAKERS: Mapping[object, Callable[[Any], Any]] = {
+    Curve: lambda data: Curve(**data),
+    Surface: lambda data: Surface(**data),
+    Mapping[KVTier, Surface]: lambda data: {tier: Surface(**data[tier.name]) for tier in MEASURED_TIERS},
+    MemoryShares: lambda data: MemoryShares(*map(float, data)),
+    StreamedShares: lambda data: StreamedShares(tuple(data["rows"]), tuple(data["shares"])),
+}
+
+
+def _saved() -> "list[Field[Any]]":
     """Return the fields of the JSON form."""
     return [each for each in fields(TableCostModel) if each.name not in ("networks", "correction")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {tier.name: _plain(surface) for tier, surface in value.items()}
+    if isinstance(value, Curve):
+        return {"x": value.x, "ms": value.ms}
+    if isinstance(value, Surface):
+        return {"x": value.x, "y": value.y, "ms": value.ms}
+    return asdict(value) if isinstance(value, StreamedShares) else value
 
 
 # All work is free, and no plan is better than another.

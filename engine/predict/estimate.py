@@ -118,7 +118,7 @@ def device_attention_ms(cost: TableCostModel, shape: BatchShape) -> float:
 class OffDeviceTimes(NamedTuple):
     """Times of one layer's decodes that leave the device, in ms."""
 
-    all: float = 0.0  # from their rows to their output, see `host_ms`
+    all: float = 0.0  # T_ca: from their rows to their output, including transfers
     cpu: float = 0.0  # the CPU's share
     away: float = 0.0  # the busiest worker's share
     sending: float = 0.0  # the network's share
@@ -153,11 +153,6 @@ def off_device_times(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) ->
         workers_ms,
         sending_ms,
     )
-
-
-def host_ms(cost: TableCostModel, decodes: Mapping[KVTier, Decodes]) -> float:
-    """Return T_ca of one layer, including transfers, for decodes attended by the host or workers."""
-    return off_device_times(cost, decodes).all
 
 
 def streamed_tokens_of(shape: BatchShape) -> tuple[int, int]:
@@ -219,7 +214,8 @@ def copy_wait_ms(cost: TableCostModel, shape: IterationShape) -> float:
 def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float) -> float:
     """Predict an iteration with the given time of copies beside each layer."""
     async_decodes = async_off_device(cost, shape.async_decodes)
-    more_rows = rows = async_rows(cost, shape.async_decodes)
+    # Rows of async decodes join each linear stage.
+    more_rows = rows = -(-sum(each.requests for each in shape.async_decodes.values()) // cost.num_layers)
     times = []
     for batch in shape.batches:
         tokens = batch.tokens + more_rows
@@ -304,11 +300,6 @@ def _in_a_layer(cost: TableCostModel, decodes: Decodes) -> tuple[Decodes, float]
     requests, context_tokens = decodes
     each = -(-requests // min(requests, cost.num_layers))
     return Decodes(each, each * context_tokens // requests), requests / (each * cost.num_layers)
-
-
-def async_rows(cost: TableCostModel, async_decodes: Mapping[KVTier, Decodes]) -> int:
-    """Return how many rows of async decodes join each linear stage."""
-    return -(-sum(requests for requests, _ in async_decodes.values()) // cost.num_layers)
 
 
 def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:

@@ -126,7 +126,6 @@ def plan_weights(
     dtype: torch.dtype,
     gpu_bytes: int,
     rates: Rates,
-    load: Mapping[int, float] = ONE_CHAT,
 ) -> WeightPlan:
     """Choose resident rows greedily by the time saved per byte.
 
@@ -138,7 +137,6 @@ def plan_weights(
 
     Args:
         gpu_bytes: limit for weights on the GPU.
-        load: rows of a matmul -> frequency.
 
     Raises:
         MemoryError: the limit is too small for the weights that must be on the GPU.
@@ -158,7 +156,7 @@ def plan_weights(
         alike[sizes].append(name)
     resident = dict.fromkeys(matrices, 0)
     left: float = gpu_bytes - always
-    steps = [step for sizes in alike for step in _worthwhile_steps(rates, sizes, load)]
+    steps = [step for sizes in alike for step in _worthwhile_steps(rates, sizes)]
     for equal in _by_gain(steps):
         # Steps of equal gain share the remaining bytes proportionally.
         takers = [
@@ -261,11 +259,11 @@ def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
         yield from (group for group in (parted, [step for step in alike if step.is_whole]) if group)
 
 
-def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> list[_Step]:
+def _worthwhile_steps(rates: Rates, sizes: Sizes) -> list[_Step]:
     """Return the steps that shorten matmuls, in order of falling gain per byte."""
     width = max(sizes.rows // _STEPS // sizes.unit, 1) * sizes.unit
     points = [
-        (rows, sum(times * product_time(rates, sizes, rows, n).ms for n, times in load.items()))
+        (rows, sum(times * product_time(rates, sizes, rows, n).ms for n, times in ONE_CHAT.items()))
         for rows in (*range(0, sizes.rows, width), sizes.rows)
     ]
     hull: list[tuple[int, float]] = []  # lower convex hull; nearly straight parts are one step

@@ -30,9 +30,16 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.profiling.grids import NEAR, Point, Stage
-from neo_desktop.engine.profiling.regions import Region, region_bytes, stand_in_blocks
 from neo_desktop.engine.profiling.shares import measured_shares
-from neo_desktop.engine.profiling.synthetic import GREEDY, plan_of, sequence, with_layers
+from neo_desktop.engine.profiling.synthetic import (
+    GREEDY,
+    Region,
+    plan_of,
+    region_bytes,
+    sequence,
+    stand_in_blocks,
+    with_layers,
+)
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.decoder import Decoder, Experts
@@ -127,16 +134,18 @@ class IterationTimer:
         spans = self._timeline.last
         layers = self._layers_for(point)
         if point.stage is Stage.TRANSFER:
-            return {point: _copies_ms(spans) / len(layers)}
+            copies = [span for span in spans if span.stage.name == COPIES]
+            ns = max(span.end_ns for span in copies) - min(span.start_ns for span in copies)
+            return {point: ns / 1e6 / len(layers)}
         times = _IterationTimes(spans, len(layers))
         tokens = plan.sub_batches[0].num_tokens
         is_decode = len(plan.sub_batches[0].sequences) == tokens
         found: dict[Point, float] = {}
         if point.stage is Stage.LINEAR and self._decoder.has_splits:
-            found[point] = times.mean_linear_ms
+            found[point] = fmean(times.linear_ms)  # its layers differ
             self.host_linear_ms[point].append(times.host_linear_ms)
         elif not self._decoder.has_splits and is_decode is (tokens <= self._most_decodes):
-            found[Point(Stage.LINEAR, tokens)] = times.linear_ms
+            found[Point(Stage.LINEAR, tokens)] = median(times.linear_ms)  # single layers may be disturbed
         if point.stage is Stage.HEAD:
             found[point] = max(ended_ns - times.end_ns, 0) / 1e6
         if is_decode and tokens <= FEW_ROWS:
@@ -270,7 +279,7 @@ class _IterationTimes:
         linear_ms = {layer: (ends[layer] - start) / 1e6 for layer, start in starts.items()}
         # The first and the last linear stages together are those of a layer.
         inner = [ms for layer, ms in linear_ms.items() if 0 < layer < num_layers]
-        self._linear_ms = inner or [sum(linear_ms.values())]
+        self.linear_ms = inner or [sum(linear_ms.values())]  # by layer
         self.start_ns, self.end_ns = starts[0], max(ends.values())
         # by layer, from its linear stages to the next ones
         self.between_ms = {
@@ -278,21 +287,6 @@ class _IterationTimes:
         }
         self.host_attention_ms = {layer: attention_ns[layer] / 1e6 for layer in self.between_ms}
         self.host_linear_ms = sum(products_ns.values()) / 1e6 / num_layers
-
-    @property
-    def linear_ms(self) -> float:
-        """Time of equal layers: single ones may be disturbed."""
-        return median(self._linear_ms)
-
-    @property
-    def mean_linear_ms(self) -> float:
-        """Time of layers that differ."""
-        return fmean(self._linear_ms)
-
-
-def _copies_ms(spans: Sequence[Span]) -> float:
-    copies = [span for span in spans if span.stage.name == COPIES]
-    return (max(span.end_ns for span in copies) - min(span.start_ns for span in copies)) / 1e6
 
 
 def _chosen_layers(decoder: Decoder) -> tuple[Sequence[int], Sequence[int]]:

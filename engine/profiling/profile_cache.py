@@ -23,7 +23,7 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.profiler import profile
-from neo_desktop.engine.profiling.regions import measured_blocks
+from neo_desktop.engine.profiling.synthetic import measured_blocks
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
@@ -32,6 +32,11 @@ from neo_desktop.models.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 SHARE_DIGITS = 1  # of weight shares: a tenth changes little
+SHAPE = (  # the numbers of a `ModelConfig` that decide how long its stages take
+    *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("vocab_size", "max_context_tokens", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"),
+    *("attention_sinks", "attention_softcap"),
+)
 PROFILER_VERSION = 14  # raise it when the measurements or their method change
 
 
@@ -77,23 +82,13 @@ def profile_key(
 ) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
-    gpu, host = None, next((storage[tier] for tier in storage.tiers if tier.cpu_attends), None)
-    if decoder.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(decoder.device)
-        gpu = {
-            "name": properties.name,
-            "sms": (streams or Streams(decoder.device)).sms,
-            "memory_bytes": properties.total_memory,
-            "driver": hardware.driver_version(),
-        }
+    host = next((storage[tier] for tier in storage.tiers if tier.cpu_attends), None)
     return {
-        "neo_desktop": __version__,
+        **processors_key(decoder.device),
         "profiler": PROFILER_VERSION,
-        "torch": torch.__version__,
+        "sms": (streams or Streams(decoder.device)).sms,
         "torch_threads": torch.get_num_threads(),
-        "gpu": gpu,
         "levels": dict(fallbacks.limits()),
-        "cpu": hardware.cpu_name(),
         "cores": native.default_num_threads(),
         "isa": native.default_isa(),
         "device": decoder.device.type,
@@ -112,6 +107,25 @@ def profile_key(
     }
 
 
+def processors_key(device: torch.device) -> dict[str, Any]:
+    """Return the processors, and the versions that drive them; nothing identifies the owner."""
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+            "driver": hardware.driver_version(),
+        }
+    return {
+        "neo_desktop": __version__,
+        "torch": torch.__version__,
+        "gpu": gpu,
+        "cpu": hardware.cpu_name(),
+    }
+
+
 def _share_in_host_memory(decoder: Decoder) -> float:
     """Return the rounded share of a GPU model's weights in host memory."""
     if not decoder.has_splits:
@@ -123,22 +137,8 @@ def _share_in_host_memory(decoder: Decoder) -> float:
 def model_key(config: ModelConfig) -> dict[str, Any]:
     """Return the shape of a model, without its name and folder."""
     experts = config.experts
-    return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_context_tokens": config.max_context_tokens,
+    return {name: getattr(config, name) for name in SHAPE} | {
         "layer_windows": list(config.layer_windows),
-        "qkv_bias": config.qkv_bias,
-        "output_bias": config.output_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "attention_sinks": config.attention_sinks,
-        "attention_softcap": config.attention_softcap,
         "experts": None if experts is None else [experts.count, experts.per_token, *experts.layers],
     }
 

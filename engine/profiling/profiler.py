@@ -49,23 +49,15 @@ _CHEAP_SHARE = 0.01  # a point between others that takes no more may run as late
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
 MIN_SECONDS = 1.5
-_SHARES = {  # of the time; device attention is measured only if it differs from the CPU's
-    Stage.LINEAR: 0.15,
-    Stage.CPU_ATTENTION: 0.25,
-    Stage.FIRST_CHUNK_ATTENTION: 0.25,
-    Stage.LATER_CHUNK_ATTENTION: 0.15,
-    Stage.HEAD: 0.2,
-    Stage.GPU_ATTENTION: 0.1,
-    Stage.TRANSFER: 0.05,
-}
-_WHAT = {
-    Stage.LINEAR: "linear layers",
-    Stage.CPU_ATTENTION: "attention on the CPU",
-    Stage.FIRST_CHUNK_ATTENTION: "attention of prompts",
-    Stage.LATER_CHUNK_ATTENTION: "attention of long prompts",
-    Stage.HEAD: "sampling",
-    Stage.GPU_ATTENTION: "attention on the GPU",
-    Stage.TRANSFER: "transfers",
+# Stage -> share of the time, description. Device attention is measured only if it differs from the CPU's.
+_TABLES = {
+    Stage.LINEAR: (0.15, "linear layers"),
+    Stage.CPU_ATTENTION: (0.25, "attention on the CPU"),
+    Stage.FIRST_CHUNK_ATTENTION: (0.25, "attention of prompts"),
+    Stage.LATER_CHUNK_ATTENTION: (0.15, "attention of long prompts"),
+    Stage.HEAD: (0.2, "sampling"),
+    Stage.GPU_ATTENTION: (0.1, "attention on the GPU"),
+    Stage.TRANSFER: (0.05, "transfers"),
 }
 
 
@@ -121,14 +113,15 @@ def _times(
     timer: IterationTimer, grids: Mapping[Stage, Grid], end: float, report: Progress
 ) -> dict[Point, float]:
     """Measure all grids until `end`; return `point -> ms`."""
-    total = left = sum(_SHARES[stage] for stage in grids)
+    total = left = sum(_TABLES[stage][0] for stage in grids)
     times: dict[Point, float] = {}
     for stage, grid in grids.items():
-        report(1 - left / total, _WHAT[stage])
+        share, what = _TABLES[stage]
+        report(1 - left / total, what)
         # The remaining stages share the time that earlier ones left.
-        seconds = max(end - time.perf_counter(), 0.0) * _SHARES[stage] / left
+        seconds = max(end - time.perf_counter(), 0.0) * share / left
         times = measure(timer, grid, seconds) | times
-        left -= _SHARES[stage]
+        left -= share
     return times
 
 
@@ -191,7 +184,7 @@ def measure(timer: IterationTimer, grid: Grid, seconds: float) -> dict[Point, fl
 
     if len(costs_ms) < min(4, len(grid.points)):
         raise MemoryError(
-            f"too little GPU memory is left to measure this computer ({_WHAT[grid.stage]}): close other "
+            f"too little GPU memory is left to measure this computer ({_TABLES[grid.stage][1]}): close other "
             "programs, or leave more room with a lower cap on GPU memory"
         )
     for turn in range(1, MAX_ROUNDS + 1):

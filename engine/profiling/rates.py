@@ -18,7 +18,6 @@ from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.cost_model import Curve, MemoryShares
 from neo_desktop.engine.predict.offloaded_matmul import Rates
-from neo_desktop.engine.profiling.device_rates import BOTH, CudaTimer, Direction
 from neo_desktop.engine.profiling.offload import OffloadTimer
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
@@ -102,12 +101,17 @@ def measured_duplex(streams: Streams) -> float:
     """Measure the slowdown of copies over the bus in both directions at once: 1 to 2."""
     if streams.device.type != "cuda":
         return 1.0
-    timer = CudaTimer(streams, memory_bytes=0, matrix_size=0, transfer_bytes=COPY_BYTES)
+    ways = [(streams.stream(), _copy(streams.device, to_host=to_host)) for to_host in (False, True)]
 
-    def least_s(*ways: Direction) -> float:
-        return min(timer.transfer_seconds(COPY_BYTES, ways, COPIES_IN_A_ROW) for _ in range(_REPEATS))
+    def least_s(ways: list[tuple[torch.cuda.Stream, Callable[[], Tensor]]]) -> float:
+        def copy() -> None:
+            for stream, start in ways * COPIES_IN_A_ROW:
+                with torch.cuda.stream(stream):
+                    start()
 
-    return min(max(least_s(*BOTH) / max(map(least_s, BOTH)), 1.0), 2.0)
+        return _least_s(copy, streams.device)
+
+    return min(max(least_s(ways) / max(least_s([way]) for way in ways), 1.0), 2.0)
 
 
 def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
@@ -153,9 +157,10 @@ def _product(device: torch.device, dtype: torch.dtype, count: int, rows: int) ->
     return _least_s(partial(linear.multiply, x, out), device), sum(linear.memory().values())
 
 
-def _copy(device: torch.device, nbytes: int = COPY_BYTES) -> Callable[[], Tensor]:
-    source = host_memory(lambda pin: torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin), device)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+def _copy(device: torch.device, nbytes: int = COPY_BYTES, *, to_host: bool = False) -> Callable[[], Tensor]:
+    host = host_memory(lambda pin: torch.ones(nbytes, dtype=torch.uint8, pin_memory=pin), device)
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    source, target = (there, host) if to_host else (host, there)
     return lambda: target.copy_(source, non_blocking=True)
 
 

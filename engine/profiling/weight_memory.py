@@ -15,9 +15,11 @@ import torch
 
 from neo_desktop.engine.execute.recurrent import SHARE, num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
@@ -27,23 +29,24 @@ from neo_desktop.engine.predict.weight_plan import (
 )
 from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
-    GIB,
+    HOST_SHARE,
     MOST_HOST_SHARE,
-    QUANTISATIONS,
-    SHORT_TOKENS,
     FreeMemory,
-    MemoryCaps,
     activation_bytes,
-    check_weights_fit,
     host_buffer_bytes,
     limits_of,
+    other_programs,
 )
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
 CHAT_TOKENS = 4096  # context of the chat that the plan is made for
+SHORT_TOKENS = 1000  # context that is too short to be useful
+# GGUF file suffix -> dominant tensor type
+QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
 
 
 def plan_memory(
@@ -66,11 +69,10 @@ def plan_memory(
         MemoryError: the weights do not fit; the message suggests remedies.
     """
     free = free or FreeMemory.now(device)
-    caps = MemoryCaps.of(options)
     weights = config.weight_bytes(dtype, form)
     forced = None if options.gpu_weights_gib is None else int(options.gpu_weights_gib * GIB)
     if free.gpu_bytes is None:  # no GPU: all memory is host memory
-        check_weights_fit(config, dtype, device, caps, free, form)
+        check_weights_fit(config, dtype, device, options, free, form)
         if forced is None or forced >= weights:
             return None
         return plan_weights(config, form, dtype, forced, rates())
@@ -82,7 +84,7 @@ def plan_memory(
     else:
         plan = memory.forced_plan(forced)
     if plan is None or not plan.is_split:
-        check_weights_fit(config, dtype, device, caps, free, form)
+        check_weights_fit(config, dtype, device, options, free, form)
         return None
     memory.check_host(plan)
     return plan
@@ -104,7 +106,7 @@ class _Memory:
         self._config, self._form, self._dtype = config, form, dtype
         self._options, self._find_rates = options, rates
         limits = limits_of(options, device)
-        cap = MemoryCaps.of(options).gpu_bytes
+        cap = options.gpu_memory_bytes
         assert free.gpu_bytes is not None
         gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
         needed = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
@@ -186,7 +188,7 @@ class _Memory:
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if not any(tier.stays_on_device for tier in self._tiers):
+        if all(tier.in_host_memory for tier in self._tiers):
             return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
@@ -208,3 +210,66 @@ class _Memory:
     @property
     def _token_bytes(self) -> int:
         return self._config.kv_bytes_per_token(self._dtype)
+
+
+def check_weights_fit(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: EngineOptions,
+    free: FreeMemory,
+    form: WeightFormat = DENSE,
+) -> None:
+    """Check that the weights fit, before they are loaded.
+
+    Args:
+        free: at that time.
+        form: of the matrices.
+
+    Raises:
+        MemoryError: the weights exceed the free memory or the cap.
+    """
+    needed = config.loading_bytes(dtype, device, form)
+    is_gpu = device.type == "cuda"
+    room, cap = free.device_bytes, options.gpu_memory_bytes
+    where = "GPU" if is_gpu else "host"
+    if needed > room:
+        raise MemoryError(
+            f"loading the weights takes {needed / 1e9:.1f} GB in {dtype}, but only {room / 1e9:.1f} GB of "
+            f"{where} memory are free{other_programs() if is_gpu else ''}: "
+            f"{smaller_form(config, dtype, device, room, needed)}close other programs, choose a 16-bit dtype "
+            "or a smaller model"
+        )
+    if is_gpu and cap is not None and needed > cap:
+        raise MemoryError(
+            f"the weights take {needed / GIB:.1f} GiB in {dtype}, but GPU memory is capped at "
+            f"{cap / GIB:.1f} GiB: {smaller_form(config, dtype, device, cap, needed)}"
+            "raise the cap, choose a 16-bit dtype or a smaller model"
+        )
+
+
+def smaller_form(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, free: int, needed: int
+) -> str:
+    """Suggest a quantisation that leaves room for chats, as the start of a sentence; "": none does.
+
+    Args:
+        free: bytes for weights and KV.
+        needed: bytes of the model without further quantisation.
+    """
+    if device.type == "cuda" and fallbacks.level("quantised") == "torch":
+        return ""
+    for name, type_name in QUANTISATIONS.items():
+        form = uniform_form(config, type_name)
+        bytes_ = config.loading_bytes(dtype, device, form if device.type == "cpu" else form.on_gpu(dispatch))
+        left = free - bytes_
+        room = (
+            left - DEVICE_RESERVE_BYTES if device.type == "cuda" else left * HOST_SHARE / len(MEASURED_TIERS)
+        )
+        tokens = int(min(room // config.kv_bytes_per_token(dtype), config.max_context_tokens))
+        if bytes_ < needed and tokens >= min(SHORT_TOKENS, config.max_context_tokens):
+            return (
+                f"a GGUF file of it in {name} would fit (about {bytes_ / 1e9:.1f} GB, and chats of up to "
+                f"{tokens // 100 * 100:,} tokens); or "
+            )
+    return ""

@@ -72,7 +72,7 @@ class HostQueue:
         return decodes
 
     def host_ms(self, cost: TableCostModel, begin: int, end: int) -> float:
-        """Return the host time of the decodes `begin .. end - 1`; `estimate.host_ms` defines it.
+        """Return the host time of the decodes `begin .. end - 1`; see `OffDeviceTimes.all`.
 
         The scheduler's hot path: it calls this for many ranges of the queue in each iteration.
         """

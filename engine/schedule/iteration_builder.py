@@ -14,6 +14,7 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 from neo_desktop.engine.schedule.partition import Partition
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.schedule.streamed import hidden
 
 TIMEOUT = 128  # iterations that a host decode waits before it joins at any cost
 
@@ -132,7 +133,7 @@ class IterationBuilder(Generic[R]):
         last_block = {id(r): queues.kv.last_block(r.request_id) for r in streamed}
         streamed[num_starved:] = sorted(streamed[num_starved:], key=lambda r: last_block[id(r)])
         decodes = [(queues.tier_of(r), r.num_tokens) for r in streamed]
-        positions = set(self._policy.swap(builder, decodes, num_starved))
+        positions = set(hidden(builder, decodes, num_starved))
         builder.shape = builder.shape.plus(HostQueue(decodes).decodes(sorted(positions)))
         self._decodes += [request for i, request in enumerate(streamed) if i in positions]
         self._streamed = [request for i, request in enumerate(streamed) if i not in positions]

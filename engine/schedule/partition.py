@@ -14,7 +14,6 @@ from neo_desktop.engine.predict.estimate import (
     IterationShape,
     async_off_device,
     device_attention_ms,
-    host_ms,
     iteration_ms,
     joined,
     off_device_times,
@@ -125,12 +124,12 @@ class CandidateGenerator:
             tier, context_tokens = queue.contexts[position]
             one = {tier: Decodes(1, context_tokens)}
             longer = joined(in_second, one)
-            if host_ms(self._cost, longer) <= linear_ms(self.shape.tokens + len(first)):
+            if off_device_times(self._cost, longer).all <= linear_ms(self.shape.tokens + len(first)):
                 second.append(position)
                 in_second = longer
                 continue
             longer = joined(in_first, one)
-            if host_ms(self._cost, longer) <= linear_ms(len(second)) + self._attention_ms:
+            if off_device_times(self._cost, longer).all <= linear_ms(len(second)) + self._attention_ms:
                 first.append(position)
                 in_first = longer
                 continue
@@ -320,17 +319,17 @@ class Objective:
         worth = self.rest + (partition.num_taken + partition.num_async / self.num_layers) * self.decode
         return worth / partition.predicted_ms if partition.predicted_ms else float(partition.num_taken)
 
-    def best(self, partitions: Iterable[Partition]) -> tuple[Partition, float]:
-        """Return the best partition and its rate; of partitions within `TOLERANCE`, the first.
+    def best(self, partitions: Iterable[Partition]) -> Partition:
+        """Return the best partition; of partitions within `TOLERANCE`, the first.
 
         Raises:
             ValueError: `partitions` is empty.
         """
-        best: tuple[Partition, float] | None = None
+        best, best_rate = None, 0.0
         for partition in partitions:
             rate = self.rate(partition)
-            if best is None or rate > best[1] * (1 + TOLERANCE):
-                best = partition, rate
+            if best is None or rate > best_rate * (1 + TOLERANCE):
+                best, best_rate = partition, rate
         if best is None:
             raise ValueError("no partition to choose from")
         return best

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from neo_desktop.engine.batch import (
@@ -13,6 +14,7 @@ from neo_desktop.engine.batch import (
     SubBatch,
 )
 from neo_desktop.engine.kv.states import StateCache
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
@@ -34,9 +36,11 @@ class Scheduled(NamedTuple):
         Returns:
             The number of tokens.
         """
-        request, request_id = self.request, self.request.request_id
+        request, request_id = self.request, self.sequence.request_id
         token, num_tokens = result.sampled[request_id], 1
         request.append(token)
+        if not self.draft:
+            return 1
         for drafted, following in zip(self.draft, result.after_drafts.get(request_id, ()), strict=False):
             if request.is_finished or token.token_id != drafted:
                 break
@@ -68,56 +72,55 @@ def plan_of(
         is_ahead: the iteration starts before the previous one ends.
     """
     scheduled: list[Scheduled] = []
+    kv, states = queues.kv, queues.kv.states
 
     def sequence(
-        request: Request, num_tokens: int, *, is_sampled: bool, is_on_its_way: bool = False
+        request: Request, tier: KVTier, num_tokens: int, is_on_its_way: bool = False
     ) -> ScheduledSequence:
-        start, states = request.num_computed_tokens, queues.kv.states
-        is_known = start + num_tokens <= len(request.token_ids)
-        ends = start + num_tokens == request.num_tokens
-        token_ids = request.token_ids[start : start + num_tokens]
+        request_id, start = request.request_id, request.num_computed_tokens
+        end = start + num_tokens
+        is_last = end == request.num_tokens
+        token_ids = tuple(request.token_ids[start:end])
+        num_pooled = request.num_pooled(num_tokens) if request.is_pooled else 0
         sequence = ScheduledSequence(
-            request_id=request.request_id,
-            token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
-            start=start,
-            tier=queues.tier_of(request),
-            block_table=queues.kv.block_table(request.request_id),
-            sampling=request.sampling_input() if is_sampled else None,
-            num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
-            states=None
-            if states is None
-            else states.plan(request.request_id, start, num_tokens, is_last=ends),
-            images=request.images,
+            request_id,
+            token_ids if len(token_ids) == num_tokens else (*token_ids, UNKNOWN_TOKEN),
+            start,
+            tier,
+            kv.block_table(request_id),
+            request.sampling_input() if is_last and not is_on_its_way and not request.is_pooled else None,
+            num_pooled,
+            None if states is None else states.plan(request_id, start, num_tokens, is_last=is_last),
+            request.images,
         )
-        is_last = is_sampled or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens)
-        scheduled.append(Scheduled(request, sequence, request.num_preemptions, is_last, is_on_its_way))
+        is_end = sequence.sampling is not None or (num_pooled > 0 and is_last)
+        scheduled.append(Scheduled(request, sequence, request.num_preemptions, is_end, is_on_its_way))
         return sequence
 
     def sub_batch(batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield the order that all readers expect: by tier, then prompts before decodes."""
-        placed = [(rank[queues.tier_of(request)], request, num_tokens) for request, num_tokens in batch]
-        placed.sort(key=lambda item: (item[0], item[2] == 1))
-        for _, request, num_tokens in placed:
-            is_last = request.num_computed_tokens + num_tokens == request.num_tokens
-            first = sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
-            yield first
-            if rows := decision.drafts.get(request.request_id, ()):
-                scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
-                for start, (token_id, sampling) in enumerate(rows, first.start + 1):
-                    draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
-                    yield draft._replace(is_draft=True)
+        parts: dict[KVTier, tuple[list[tuple[Request, int]], ...]] = {tier: ([], []) for tier in queues.tiers}
+        for request, num_tokens in batch:
+            parts[queues.tier_of(request)][num_tokens == 1].append((request, num_tokens))
+        for tier, (prompts, decodes) in parts.items():
+            for request, num_tokens in chain(prompts, decodes):
+                first = sequence(request, tier, num_tokens)
+                yield first
+                if rows := decision.drafts.get(first.request_id, ()):
+                    scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
+                    for start, (token_id, sampling) in enumerate(rows, first.start + 1):
+                        draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
+                        yield draft._replace(is_draft=True)
 
     def async_groups() -> Iterator[AsyncGroup]:
         """Yield the decodes that advance by a layer, grouped by the linear stage that they join."""
         stages = queues.async_groups.stages(decision.new_async)
         for stage in stages:
-            is_end = stage is stages[-1]
+            is_on_its_way = stage is not stages[-1]
             yield tuple(
-                None if each is None else sequence(each, 1, is_sampled=is_end, is_on_its_way=not is_end)
-                for each in stage
+                None if r is None else sequence(r, queues.tier_of(r), 1, is_on_its_way) for r in stage
             )
 
-    rank = {tier: index for index, tier in enumerate(queues.tiers)}
     plan = IterationPlan(
         tuple(SubBatch(tuple(sub_batch(batch))) for batch in decision.sub_batches),
         decision.copies,
@@ -128,12 +131,8 @@ def plan_of(
     return plan, scheduled
 
 
-def without_ended(
-    decision: Decision[Request] | None, queues: RequestQueues[Request]
-) -> Decision[Request] | None:
+def without_ended(decision: Decision[Request], queues: RequestQueues[Request]) -> Decision[Request] | None:
     """Return a decision without the requests that have finished since; None if nothing remains."""
-    if decision is None:
-        return None
     batches = tuple(
         tuple(item for item in batch if not item[0].is_finished) for batch in decision.sub_batches
     )
@@ -141,16 +140,14 @@ def without_ended(
     is_async_step = decision.is_async_step and bool(new_async or len(queues.async_groups))
     sub_batches = tuple(batch for batch in batches if batch) or (((),) if is_async_step else ())
     host_decodes = tuple(request for request in decision.host_decodes if not request.is_finished)
-    return (
-        replace(
-            decision,
-            sub_batches=sub_batches,
-            host_decodes=host_decodes,
-            new_async=new_async,
-            is_async_step=is_async_step,
-        )
-        if sub_batches
-        else None
+    if not sub_batches:
+        return None
+    return replace(
+        decision,
+        sub_batches=sub_batches,
+        host_decodes=host_decodes,
+        new_async=new_async,
+        is_async_step=is_async_step,
     )
 
 
@@ -165,7 +162,7 @@ def can_start_ahead(
         and all(
             num_tokens == 1
             and request.num_uncomputed_tokens == 1
-            and queues.tier_of(request).stays_on_device
+            and not queues.tier_of(request).in_host_memory
             and not (request.needs_tokens and request.request_id in under_way)
             for batch in decision.sub_batches
             for request, num_tokens in batch

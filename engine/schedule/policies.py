@@ -3,13 +3,12 @@
 admits           may a prompt live in another tier when the preferred one is full?
 spills           may a request that must leave the preferred tier continue in another, or must it wait?
 prefill_budget   prompt tokens of the iteration
-swap             streamed decodes of the iteration
 partition        assignment of the queue's decodes to sub-batches
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -59,12 +58,6 @@ class Policy:
         """Return the number of prompt tokens to add, and the most per prompt; None: no limit per prompt."""
         return builder.budget, None
 
-    def swap(
-        self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
-    ) -> Sequence[int]:
-        """Return the positions of the streamed decodes that join; see `streamed.hidden`."""
-        return range(len(decodes))
-
     def partition(self, builder: BatchBuilder) -> Partition:
         """Assign the decodes of the queue to sub-batches."""
         return _generator(builder).together()
@@ -80,11 +73,6 @@ class Swapping(Policy):
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
         return streamed.admits(builder, tier, num_tokens)
-
-    def swap(
-        self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
-    ) -> Sequence[int]:
-        return streamed.hidden(builder, decodes, num_starved)
 
 
 class Halves(Policy):
@@ -120,7 +108,7 @@ class Hidden(Policy):
         if builder.num_starved or not partition.num_taken:
             return partition
         worth = Objective(decode=1.0, rest=builder.shape.num_decodes + len(builder.chunks))
-        return worth.best((partition, generator.front(0, 0)))[0]
+        return worth.best((partition, generator.front(0, 0)))
 
 
 class Apart(Hidden):
@@ -136,7 +124,7 @@ class Apart(Hidden):
         generator = _generator(builder)
         apart = generator.with_async(generator.front(0, 0), builder.limits.max_token_ms)
         worth = Objective(1.0, builder.shape.num_decodes, builder.cost.num_layers)
-        return worth.best((pipelined, *apart))[0]
+        return worth.best((pipelined, *apart))
 
 
 class Fastest(Policy):
@@ -166,11 +154,6 @@ class Fastest(Policy):
         if tier.is_streamed:
             return not _steady_state(builder).num_on_host or self.admits(builder, tier, num_tokens)
         return not tier.host_attends or _steady_state(builder).num_on_host > 0
-
-    def swap(
-        self, builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int
-    ) -> Sequence[int]:
-        return streamed.hidden(builder, decodes, num_starved)
 
     def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
         """Return the steady state's prompt tokens, but at least enough to justify reading the weights.
@@ -202,7 +185,7 @@ class Fastest(Policy):
         partitions = self._candidates(builder)
         if builder.num_starved:
             partitions = (partition for partition in partitions if partition.num_taken)
-        return worth.best(partitions)[0]
+        return worth.best(partitions)
 
     def _candidates(self, builder: BatchBuilder) -> Iterator[Partition]:
         generator = _generator(builder)

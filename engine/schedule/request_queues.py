@@ -59,11 +59,6 @@ class RequestQueues(Generic[R]):
         return chain(self.waiting, *self.running.values())
 
     @property
-    def num_waiting(self) -> int:
-        """Requests without KV."""
-        return len(self.waiting)
-
-    @property
     def num_running(self) -> int:
         """Requests that own KV."""
         return sum(map(len, self.running.values()))
@@ -110,10 +105,9 @@ class RequestQueues(Generic[R]):
     @property
     def less_preferred(self) -> list[KVTier]:
         """All tiers except the first, in order of preference; the worker with the least KV comes first."""
-        return sorted(self.tiers[1:], key=self._fullness)
-
-    def _fullness(self, tier: KVTier) -> int:
-        return 1 + self.kv.num_used_blocks(tier) if tier.is_remote else 0
+        return sorted(
+            self.tiers[1:], key=lambda tier: 1 + self.kv.num_used_blocks(tier) if tier.is_remote else 0
+        )
 
     def add(self, request: R) -> None:
         self.waiting.append(request)
@@ -250,8 +244,9 @@ class RequestQueues(Generic[R]):
             if self.kv.last_block(request.request_id) >= num_blocks:
                 self._evict(request, may_spill)
 
-    def is_drained(self, tier: KVTier, num_blocks: int) -> bool:
-        """True if no request and no pending move uses blocks from `num_blocks` on."""
+    def is_drained(self, tier: KVTier) -> bool:
+        """True if no request and no pending move uses blocks beyond the limit."""
+        num_blocks = self.kv.size(tier).limit
         return self.kv.is_drained(tier) and not any(
             (copy.source == tier and copy.source_block >= num_blocks)
             or (copy.target == tier and copy.target_block >= num_blocks)
@@ -300,11 +295,8 @@ class RequestQueues(Generic[R]):
 
     def _preempt(self, request: R) -> None:
         """Free a request's blocks and put it back into the waiting queue, in order of arrival."""
-        self._release(request)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
-
-    def _release(self, request: R) -> None:
         self.running[self.tier_of(request)].remove(request)
         self.kv.free(request.request_id)
         request.num_computed_tokens = 0

@@ -84,6 +84,7 @@ class Scheduler(Generic[R]):
         self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
         self._stays_on_device = False  # the newest one
         self._ahead: Decision[R] | None = None
+        self._has_removed = False  # requests since that decision
         self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
     @property
@@ -103,6 +104,7 @@ class Scheduler(Generic[R]):
 
     def remove(self, request: R) -> None:
         """Remove a finished request and free its blocks."""
+        self._has_removed = True
         self.queues.remove(request)
         self._workload_stats.end()
 
@@ -112,6 +114,7 @@ class Scheduler(Generic[R]):
         The next call replaces a decision that was not carried out. Its moves and admissions remain.
         """
         queues = self.queues
+        self._has_removed = False
         self._admission.waits_for_prompt = False
         has_room = queues.make_room(self._may_spill)  # 1
         # Waiting requests take free room first, unless host or bus have more work than time.
@@ -166,8 +169,7 @@ class Scheduler(Generic[R]):
         From now on its tokens count as computed, and its outputs as pending. Call `update`, `fail` or
         `shrink` before the next plan.
         """
-        decision, self._ahead = without_ended(self._ahead, self.queues), None
-        decision = decision or self.decide()
+        decision, self._ahead = self._decided(), None
         if decision is not None and self._speculation is not None:
             decision = self._speculation.widened(decision, self.queues, int(self._batch_tokens))
         return None if decision is None else self._plan(decision, is_ahead=False)
@@ -186,7 +188,7 @@ class Scheduler(Generic[R]):
         """
         if any(scheduled.draft for running in self._under_way for scheduled in running):
             return None  # its result decides how many tokens its requests gain
-        self._ahead = decision = without_ended(self._ahead, self.queues) or self.decide()
+        self._ahead = decision = self._decided()
         if not may_start or decision is None or len(self._under_way) != 1 or not self._stays_on_device:
             return None
         if not can_start_ahead(decision, self.queues, self._under_way[0]):
@@ -195,6 +197,13 @@ class Scheduler(Generic[R]):
             return None
         self._ahead = None
         return self._plan(decision, is_ahead=True)
+
+    def _decided(self: "Scheduler[Request]") -> Decision[Request] | None:
+        """Return the decision made ahead, if there is one, or make one now."""
+        ahead = self._ahead
+        if ahead is not None and self._has_removed:
+            ahead = without_ended(ahead, self.queues)
+        return ahead or self.decide()
 
     def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
         plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)
@@ -205,45 +214,44 @@ class Scheduler(Generic[R]):
 
     def update(self: "Scheduler[Request]", result: IterationResult) -> list[Request]:
         """Apply the result of the oldest iteration; return the requests that gained a token or finished."""
-        gained = []
+        gained, counters = [], self.counters
         self.queues.end_moves()
         moving = {request.request_id for request in self.queues.moved}  # their KV is still incomplete
-        block_size = self._kv.block_size
+        states, block_size = self._kv.states, self._kv.block_size
         for scheduled in self._end_iteration():
             request, sequence, num_preemptions, is_last, is_on_its_way, draft = scheduled
             if is_on_its_way:
                 continue
-            if sequence.request_id in result.failed:
-                request.finish(FinishReason.ERROR, result.failed[sequence.request_id])
+            request_id, start = sequence.request_id, sequence.start
+            if request_id in result.failed:
+                request.finish(FinishReason.ERROR, result.failed[request_id])
                 self.remove(request)
                 gained.append(request)
                 continue
-            context_len = sequence.context_len
-            if sequence.sampling is not None:
-                num_tokens = scheduled.append_tokens(result)
-                context_len += num_tokens - 1
-                self.counters.num_accepted += num_tokens - 1
-                self.counters.num_cpu_decodes += (num_tokens - 1) * sequence.tier.host_attends
-                self.counters.num_output_tokens += num_tokens
-                if self._speculation is not None:
-                    self._speculation.learn(request, len(draft), num_tokens)
-                gained.append(request)
+            context_len = start + len(sequence.token_ids)
             if sequence.num_pooled:
-                request.pool(result.pooled[sequence.request_id], is_first=sequence.start == 0)
-            if is_last and sequence.sampling is None:
+                request.pool(result.pooled[request_id], is_first=start == 0)
+            if sequence.sampling is not None:
+                num_accepted = scheduled.append_tokens(result) - 1
+                counters.num_output_tokens += 1 + num_accepted
+                context_len += num_accepted
+                counters.num_accepted += num_accepted
+                counters.num_cpu_decodes += num_accepted * sequence.tier.host_attends
+                if self._speculation is not None:
+                    self._speculation.learn(request, len(draft), 1 + num_accepted)
+                gained.append(request)
+            elif is_last:
                 request.finish(FinishReason.STOP)
                 gained.append(request)
-            has_news = context_len // block_size > sequence.start // block_size  # a block is full
-            is_kept = request.num_preemptions == num_preemptions
-            if is_kept and (states := self._kv.states) is not None:
-                hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
-                states.settle(request.request_id, hashes, sequence.start, count)
-            is_there = is_kept and request.request_id not in moving
-            if is_there and (has_news or request.is_finished):
-                self._kv.commit(request.request_id, request.block_hashes(block_size), context_len)
+            is_finished, is_kept = request.is_finished, request.num_preemptions == num_preemptions
+            if is_kept and states is not None:
+                states.settle(request_id, request.block_hashes(block_size), start, len(sequence.token_ids))
+            has_news = context_len // block_size > start // block_size  # a block is full
+            if (has_news or is_finished) and is_kept and request_id not in moving:
+                self._kv.commit(request_id, request.block_hashes(block_size), context_len)
                 if self._admission.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
-            if request.is_finished:
+            if is_finished:
                 self.remove(request)
         self._num_shrinks = 0
         if self._speculation is not None:
@@ -263,8 +271,9 @@ class Scheduler(Generic[R]):
     def fail(self: "Scheduler[Request]", error: str) -> list[RequestOutput]:
         """End the requests of the current iteration, which failed."""
         requests = [scheduled.request for scheduled in self._end_iteration()]
+        self._ahead = None
         outputs = self._end(requests, FinishReason.ERROR, error)
-        self._give_up_moves()
+        self.queues.give_up_moved()
         return outputs
 
     def shrink(self) -> bool:
@@ -279,7 +288,7 @@ class Scheduler(Generic[R]):
             return False
         self._batch_tokens = max(num_tokens // 2, 1)
         self.take_back()
-        self._give_up_moves()
+        self.queues.give_up_moved()
         return True
 
     def lose(self, tier: KVTier) -> None:
@@ -288,7 +297,7 @@ class Scheduler(Generic[R]):
         Its requests wait and are recomputed, in other tiers until this one is open again.
         """
         self.take_back()
-        self._give_up_moves()
+        self.queues.give_up_moved()
         self.queues.close(tier)
 
     def open(self, tier: KVTier, num_blocks: int) -> None:
@@ -309,10 +318,6 @@ class Scheduler(Generic[R]):
         self.queues.set_limit(tier, num_blocks, self._may_spill)
         self._admission.refused = None
 
-    def is_drained(self, tier: KVTier) -> bool:
-        """True if the blocks beyond the limit are unused; no iteration may be running."""
-        return self.queues.is_drained(tier, self._kv.size(tier).limit)
-
     def refuse_first(self: "Scheduler[Request]", why: str) -> list[RequestOutput]:
         """End the longest-waiting request, because no remaining tier can hold it."""
         return self._end([self.queues.waiting[0]], FinishReason.ERROR, why)
@@ -325,10 +330,6 @@ class Scheduler(Generic[R]):
         for scheduled in undone:
             scheduled.take_back(self._kv.states)
         self._ahead = None
-
-    def _give_up_moves(self) -> None:
-        self._ahead = None
-        self.queues.give_up_moved()
 
     def _end(
         self: "Scheduler[Request]", requests: Sequence[Request], why: FinishReason, error: str | None = None

@@ -6,27 +6,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from neo_desktop.engine.cuda.errors import is_out_of_memory
-from neo_desktop.engine.doctor.outcome import CheckError, Figures, Result
+from neo_desktop.engine.doctor.outcome import Announcement, CheckError, Figures, Result
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(Announcement):
     """One check."""
 
-    name: str  # unique
-    title: str
-    mechanism: str | None  # of the fallbacks; None: no fallback exists
-    level: str | None
-    deadline_s: float
     run: Callable[[], Figures]  # raises CheckError, or any error of the mechanism
     is_needed: bool = False  # later checks need it: a new child process repeats it
+
+    @classmethod
+    def of_level(cls, mechanism: str, level: str, deadline_s: float, run: Callable[[], Figures]) -> Self:
+        """Return the check of a mechanism at one level."""
+        checked = MECHANISMS[mechanism]
+        title = f"{checked.title}: {checked.levels[checked.position(level)].what}"
+        return cls(f"{mechanism}-{level}", title, mechanism, level, deadline_s, run)
 
 
 def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
@@ -57,15 +59,7 @@ def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
 
 
 def _carry_out(check: Check, out: TextIO) -> None:
-    _say(
-        out,
-        event="begin",
-        name=check.name,
-        title=check.title,
-        mechanism=check.mechanism,
-        level=check.level,
-        deadline_s=check.deadline_s,
-    )
+    _say(out, event="begin", check={f.name: getattr(check, f.name) for f in fields(Announcement)})
     started = time.perf_counter()
     figures: Figures = {}
     result, error = Result.OK, None
@@ -78,15 +72,10 @@ def _carry_out(check: Check, out: TextIO) -> None:
         result = Result.NO_MEMORY if is_full else Result.FAILED
         error = f"there was too little GPU memory: {_clause(failure)}" if is_full else _clause(failure)
     figures = {**figures, "seconds": round(time.perf_counter() - started, 3)}
-    if result is Result.FAILED and check.mechanism is not None and check.level is not None:
-        _give_up(check.mechanism, check.level, str(error))
+    failed = check.mechanism if result is Result.FAILED else None
+    if failed is not None and fallbacks.level(failed) == check.level:  # later checks avoid the level
+        fallbacks.descend(failed, str(error))
     _say(out, event="end", name=check.name, result=result, figures=figures, error=error)
-
-
-def _give_up(mechanism: str, level: str, reason: str) -> None:
-    """Make later checks avoid the failed level."""
-    if fallbacks.level(mechanism) == level:
-        fallbacks.descend(mechanism, reason)
 
 
 def _clause(error: BaseException) -> str:

@@ -1,6 +1,7 @@
-"""Checks of every GPU kernel at every fallback level, against float64, with the model's shapes.
+"""Checks of every GPU kernel at every fallback level, with the model's shapes.
 
-References are computed on the CPU, because the GPU is under test.
+The reference is torch's version of a kernel on the CPU, in float32, because the GPU is under test. Attention
+is compared with float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,30 +9,37 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.kernels.dispatch import (
     add_rms_norm,
+    choose_experts,
     dequantise,
+    multiply_experts,
     multiply_packed,
     rope_append,
+    scan_state,
+    short_convolution,
     silu_mul,
     unpack_quantised,
 )
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.selfcheck.check import Check
-from neo_desktop.engine.selfcheck.expert_checks import check_experts
-from neo_desktop.engine.selfcheck.kv_checks import capped, check_decode, check_rows, error_of, weights_of
-from neo_desktop.engine.selfcheck.recurrent_checks import check_recurrent
-from neo_desktop.engine.selfcheck.rig import Rig, on_levels
+from neo_desktop.engine.selfcheck.kv_checks import capped, check_decode, check_rows, weights_of
+from neo_desktop.engine.selfcheck.rig import Comparison, Rig, on_levels, require
+from neo_desktop.models import operators
 from neo_desktop.models.attention import AttentionSpec
+from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
+from neo_desktop.models.linear.stacked import Stacked, StackedExperts
+from neo_desktop.models.recurrent import Spans
 
 DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
@@ -39,6 +47,14 @@ ROWS = (1, 3, 32, 250)
 KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, MOST_ROWS), "Q6_K": (3,), "MXFP4": (2,)}
 QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
+EXPERTS, PER_TOKEN, INTERMEDIATE = 6, 2, 64
+EXPERT_KINDS = (None, "Q8_0", "Q4_1")  # weight formats; None: floats
+EXPERT_ROWS = (1, 3, 40)
+MOST_HIDDEN = 1024  # limit for checks of experts: larger sizes use the same code
+ROUNDED_BOUND = 0.02  # relative error of products whose inputs are rounded to 8 bits
+KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48  # of recurrent layers
+CHANNELS, WIDTH = 200, 4
+SPANS, SLOTS = ((0, 5, 0, 3), (5, 6, 2, 2), (6, 40, -1, 1)), 5  # {first, end, source, target}
 
 Kernel = Callable[[Rig], Figures]
 
@@ -46,7 +62,7 @@ Kernel = Callable[[Rig], Figures]
 def kernel_checks(rig: Rig) -> Iterator[Check]:
     """Yield the checks of every kernel at every level, the highest first."""
     kernels: dict[str, Kernel] = {
-        "row_copy": check_copies,
+        "row_copy": lambda rig: check_rows(rig, rig.dtype, kind=DeviceLayer),
         "paged_decode": lambda rig: check_decode(rig, rig.dtype, kind=DeviceLayer),
         "rope_append": check_rope,
         "norm": check_norm,
@@ -60,14 +76,8 @@ def kernel_checks(rig: Rig) -> Iterator[Check]:
         # Errors in other kernels that the check needs must not count against this kernel.
         others = {"paged_decode": "torch"} if name == "row_copy" else {}
         for level in MECHANISMS[name].levels:
-            yield Check(
-                f"{name}-{level.name}",
-                f"{MECHANISMS[name].title}: {level.what}",
-                name,
-                level.name,
-                DEADLINE_S,
-                partial(_on_levels, rig, check, {**others, name: level.name}),
-            )
+            run = partial(_on_levels, rig, check, {**others, name: level.name})
+            yield Check.of_level(name, level.name, DEADLINE_S, run)
 
 
 def _on_levels(rig: Rig, check: Kernel, levels: dict[str, str]) -> Figures:
@@ -75,105 +85,69 @@ def _on_levels(rig: Rig, check: Kernel, levels: dict[str, str]) -> Figures:
         return check(rig)
 
 
-def check_copies(rig: Rig) -> Figures:
-    """Check that rows read from slots equal the rows stored."""
-    return check_rows(rig, rig.dtype, kind=DeviceLayer)
-
-
 def check_norm(rig: Rig) -> Figures:
     """Check the sum of x and the residual, and its norm."""
-    hidden, eps = rig.config.hidden_size, rig.config.rms_norm_eps
+    hidden, compared = rig.config.hidden_size, Comparison(rig)
     weight = rig.random(hidden).abs() + 0.1
-    errors: list[float] = []
     for rows in ROWS:
-        x, residual = rig.random(rows, hidden), rig.random(rows, hidden)
-        total = (x.float() + residual.float()).to(rig.dtype)
-        given, added = x.to(rig.device), residual.to(rig.device, copy=True)
-        out = torch.empty_like(given)
-        work = partial(add_rms_norm, given, added, weight.to(rig.device), eps, out)
-        work()
-        exact = _normed(total.double(), eps) * weight.double()
-        errors += [error_of(added.cpu(), total.double()), error_of(out.cpu(), exact)]
-    return rig.judge(errors, work, 4 * out.nbytes)
+        x, out = rig.random(rows, hidden), rig.zeros(rows, hidden)
+        arguments = x, x.flip(0), weight, rig.config.rms_norm_eps, out
+        compared.run(add_rms_norm, operators.add_rms_norm, arguments, outputs=(1, 4))
+    return compared.figures(4 * out.nbytes)
 
 
 def check_activation(rig: Rig) -> Figures:
     """Check gated SiLU."""
-    errors = []
+    compared = Comparison(rig)
     for rows in ROWS:
-        given = rig.random(rows, 2 * rig.config.intermediate_size)
-        gate_up = given.to(rig.device, copy=True)  # its gates are overwritten
-        out = torch.empty(rows, rig.config.intermediate_size, dtype=rig.dtype, device=rig.device)
-        work = partial(silu_mul, gate_up, out)
-        work()
-        gate, up = given.double().chunk(2, dim=-1)
-        errors.append(error_of(out.cpu(), gate / (1 + torch.exp(-gate)) * up))
-    return rig.judge(errors, work, gate_up.nbytes + out.nbytes)
+        gate_up = rig.random(rows, 2 * rig.config.intermediate_size)
+        out = rig.zeros(rows, rig.config.intermediate_size)
+        compared.run(silu_mul, operators.silu_mul, (gate_up, out), outputs=(1,))
+    return compared.figures(gate_up.nbytes + out.nbytes)
 
 
 def check_rope(rig: Rig) -> Figures:
     """Check the norms of heads, if the model has them, rotation, and KV writes to the cache."""
-    config, errors = rig.config, []
+    config, compared = rig.config, Comparison(rig)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     for rows in ROWS:
-        qkv = rig.random(rows, heads + 2 * kv_heads, head_dim)
+        qkv = rig.random(rows, (heads + 2 * kv_heads) * head_dim)
         norms = rig.random(heads + kv_heads, head_dim).abs() + 0.1 if config.qk_norm else None
         angles = 100 * torch.rand(rows, 1, head_dim // 2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
         num_blocks = rows // BLOCK_SIZE + 2
-        # Slots may start at any address, and some tokens are not stored.
-        slots = torch.randperm(num_blocks * BLOCK_SIZE)[: rows + 1].int()
-        slots[2::4] = -1
-        cache_shape = (num_blocks, BLOCK_SIZE, kv_heads, head_dim)
-        k_cache, v_cache = (
-            torch.full(cache_shape, 7.0, dtype=rig.dtype, device=rig.device) for _ in range(2)
-        )
-        exact = qkv.double()
-        turned = exact[:, :-kv_heads]
-        if norms is not None:
-            turned = _normed(turned, config.rms_norm_eps) * norms.double()
-        exact[:, :-kv_heads] = turned * cos.double() + turned.roll(head_dim // 2, dims=-1) * sin.double()
-        given, cos, sin, at = (x.to(rig.device) for x in (qkv.flatten(1), cos, sin, slots))
-        norms = None if norms is None else norms.to(rig.device)
-        work = partial(rope_append, given, cos, sin, at[1:], k_cache, v_cache, norms, config.rms_norm_eps)
-        work()
-        actual = given.cpu().view(qkv.shape)
-        errors.append(error_of(actual, exact))
-        stored = actual[:, heads:-kv_heads], actual[:, -kv_heads:]
-        _check_stored(slots[1:], [k_cache.cpu(), v_cache.cpu()], stored)
-    return rig.judge(errors, work, 2 * qkv.nbytes)
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+        slots = torch.randperm(num_blocks * BLOCK_SIZE)[:rows].int()
+        slots[1::4] = -1  # not stored
+        caches = (rig.zeros(num_blocks, BLOCK_SIZE, kv_heads, head_dim).fill_(7.0) for _ in range(2))
+        arguments = qkv, cos, sin, slots, *caches, norms, config.rms_norm_eps
+        compared.run(rope_append, operators.rope_append, arguments, outputs=(0, 4, 5))
+    return compared.figures(2 * qkv.nbytes)
 
 
 def check_quantised(rig: Rig) -> Figures:
     """Check matmuls with each stored weight type, for few and many rows."""
-    hidden, rows = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS
-    errors = []
+    hidden, rows, compared = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS, Comparison(rig)
+
+    def reference(x: Tensor, weights: list[Grouped], bias: Tensor, out: Tensor) -> None:
+        inputs = grouped.rounded(x) if fallbacks.level("quantised") == "integers" else x
+        grouped.multiply_packed(inputs, weights, bias, out)
+
     for name, counts in KINDS.items():
-        weight = Grouped(name, rows, hidden, rig.device)
-        weight.fill(torch.Generator(rig.device).manual_seed(0))
-        exact = torch.empty(rows, hidden)
-        grouped.dequantise(weight.to(torch.device("cpu")), 0, exact)
-        for count in counts:
-            given, bias = rig.random(count, hidden), rig.random(rows)
-            x, offset = given.to(rig.device), bias.to(rig.device)
-            out = torch.empty(count, rows, dtype=rig.dtype, device=rig.device)
-            work = partial(multiply_packed, x, [weight], offset, out)
-            work()
-            if fallbacks.level("quantised") == "integers":
-                given = grouped.rounded(given)
-            errors.append(error_of(out.cpu(), given.double() @ exact.double().T + bias.double()))
-        unpacked = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
-        dequantise(weight, 0, unpacked)
-        errors.append(error_of(unpacked.cpu(), exact.double()))
+        weight = _quantised(rig, name, rows, hidden)
+        unpacked = rig.zeros(rows, hidden)
+        compared.run(dequantise, grouped.dequantise, (weight, 0, unpacked), outputs=(2,))
         packed = _host_tiles(name, rows, hidden)
-        unpack.unpack_quantised(name, packed, exact)
-        unpack_quantised(name, packed.to(rig.device), unpacked)
-        errors.append(error_of(unpacked.cpu(), exact.double()))
-    return rig.judge(errors, work, weight.nbytes + x.nbytes + out.nbytes)
+        compared.run(unpack_quantised, unpack.unpack_quantised, (name, packed, unpacked), outputs=(2,))
+        for count in counts:
+            x, out = rig.random(count, hidden), rig.zeros(count, rows)
+            compared.run(multiply_packed, reference, (x, [weight], rig.random(rows), out), outputs=(3,))
+    return compared.figures(weight.nbytes + x.nbytes + out.nbytes)
+
+
+def _quantised(rig: Rig, name: str, rows: int, columns: int) -> Grouped:
+    weight = Grouped(name, rows, columns, rig.device)
+    weight.fill(torch.Generator(rig.device).manual_seed(0))
+    return weight
 
 
 def _host_tiles(type_name: str, rows: int, columns: int) -> Tensor:
@@ -187,13 +161,76 @@ def _host_tiles(type_name: str, rows: int, columns: int) -> Tensor:
     return packed
 
 
-def _check_stored(slots: Tensor, caches: list[Tensor], rows: tuple[Tensor, Tensor]) -> None:
-    is_stored = slots >= 0
-    for cache, values in zip(caches, rows, strict=True):
-        expected = torch.full_like(cache, 7.0)
-        expected.view(-1, *cache.shape[2:])[slots[is_stored].long()] = values[is_stored]
-        if not torch.equal(cache, expected):
-            raise CheckError("keys or values in the cache differ from the computed ones")
+def check_experts(rig: Rig) -> Figures:
+    """Check the choice of experts, and their outputs for few and many rows."""
+    hidden = min(-(-rig.config.hidden_size // 64) * 64, MOST_HIDDEN)
+    compared, rounded = Comparison(rig), Comparison(rig)
+    for kind in EXPERT_KINDS:
+        is_rounded = kind is not None and fallbacks.level("quantised") == "integers"
+        experts = _experts(rig, kind, hidden)
+        for rows in EXPERT_ROWS:
+            pairs = rows * PER_TOKEN
+            choice = Choice.empty(rows, PER_TOKEN, torch.device("cpu"))
+            logits = torch.randn(rows, EXPERTS).to(rig.dtype)
+            arguments = logits, True, choice.ids.fill_(-1), choice.weights
+            ids, weights = compared.run(choose_experts, operators.choose_experts, arguments, outputs=(3,))[2:]
+            _check_best(logits, ids.cpu().long())
+            gate_up, gated = rig.zeros(pairs, 2 * INTERMEDIATE), rig.zeros(pairs, INTERMEDIATE)
+            room = ExpertScratch(logits, choice, gate_up, gated, rig.zeros(pairs, hidden), PER_TOKEN)
+            x, out = torch.randn(rows, hidden).to(rig.dtype), rig.zeros(rows, hidden)
+            (rounded if is_rounded else compared).run(
+                multiply_experts,
+                operators.multiply_experts,
+                (experts, x, ids, weights, room, out),
+                outputs=(5,),
+            )
+    require(rounded.worst, ROUNDED_BOUND, {})
+    return compared.figures(gate_up.nbytes + gated.nbytes + room.products.nbytes)
+
+
+def _experts(rig: Rig, kind: str | None, hidden: int) -> StackedExperts:
+    stacked = []
+    for rows, columns in ((INTERMEDIATE, hidden), (INTERMEDIATE, hidden), (hidden, INTERMEDIATE)):
+        weight: Tensor | Grouped
+        if kind is None:
+            weight = (torch.randn(EXPERTS * rows, columns) / columns**0.5).to(rig.dtype)
+        else:
+            weight = _quantised(rig, kind, EXPERTS * rows, columns)
+            weight.scales.mul_(0.02)
+        stacked.append(Stacked(weight, None, rows))
+    gate, up, down = stacked
+    return StackedExperts(EXPERTS, gate, up, down)
+
+
+def _check_best(logits: Tensor, chosen: Tensor) -> None:
+    """Raise CheckError unless these experts have the highest logits; equal ones may be exchanged."""
+    if chosen.min() < 0 or chosen.max() >= EXPERTS:
+        raise CheckError("experts were chosen that do not exist")
+    if not torch.equal(logits.gather(1, chosen), logits.topk(PER_TOKEN).values):
+        raise CheckError("other experts than the best were chosen")
+
+
+def check_recurrent(rig: Rig) -> Figures:
+    """Check scans with and without the delta rule, and short convolutions: outputs and states."""
+    compared, rows = Comparison(rig), SPANS[-1][1]
+    spans = Spans(torch.tensor(SPANS, dtype=torch.int32), max(end - first for first, end, *_ in SPANS))
+    x, out = torch.randn(rows, CHANNELS).to(rig.dtype), rig.zeros(rows, CHANNELS)
+    state = torch.randn(SLOTS, WIDTH - 1, CHANNELS)
+    compared.run(
+        partial(short_convolution, has_silu=True),
+        partial(operators.short_convolution, has_silu=True),
+        (x, torch.randn(WIDTH, CHANNELS), torch.randn(CHANNELS), state, spans, out),
+        outputs=(3, 5),
+        scratch=3,
+    )
+    for has_beta in (False, True):
+        q, k = (normalize(torch.randn(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
+        v, decay = torch.randn(rows, HEADS, VALUE_DIM).to(rig.dtype), -torch.rand(rows, HEADS)
+        beta = torch.rand(rows, HEADS) if has_beta else None
+        state = torch.randn(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
+        arguments = q, k, v, decay, beta, state, spans, torch.empty_like(v)
+        compared.run(scan_state, operators.scan_state, arguments, outputs=(5, 7), scratch=5)
+    return compared.figures(2 * state[0].nbytes * len(SPANS))
 
 
 def check_prompts(rig: Rig) -> Figures:
@@ -208,7 +245,7 @@ def check_prompts(rig: Rig) -> Figures:
     rows_given = rig.random(2, sum(lengths), config.num_kv_heads, config.head_dim)
     q, contexts = given_q.to(rig.device), rows_given.to(rig.device)
     (group,) = groups_of(chunks)
-    errors = []
+    compared = Comparison(rig)
     sinks = None if rig.sinks is None else rig.sinks.to(rig.device)
     spec = AttentionSpec(config.attention_scale, None, sinks, config.attention_softcap)
     out = torch.empty_like(q)
@@ -219,9 +256,9 @@ def check_prompts(rig: Rig) -> Figures:
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
             expected = _dense(rig, given_q[chunk.rows], k, v, window)
-            errors.append(error_of(actual[chunk.rows], expected))
-    work = partial(group.attend, q, contexts, out, spec)
-    return rig.judge(errors, work, 2 * q.nbytes + contexts.nbytes)
+            compared.note(actual[chunk.rows], expected)
+    compared.work = partial(group.attend, q, contexts, out, spec)
+    return compared.figures(2 * q.nbytes + contexts.nbytes)
 
 
 def _dense(rig: Rig, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

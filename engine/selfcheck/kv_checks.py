@@ -1,20 +1,19 @@
 """Checks of KV layers against float64, in all memory types and thread modes: stored rows and attention."""
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.selfcheck.check import Check
-from neo_desktop.engine.selfcheck.rig import BOUNDS, Rig, on_levels, require
+from neo_desktop.engine.selfcheck.rig import BOUNDS, Rig, error_of, on_levels, require
 
 INT8_STEP = 0.51 / 127  # relative to a row's largest element: half a step, plus rounding of its scale
 LENGTHS = ((1,), (700, 16, 33, 1, 129, 512, 64, 15), (2500,))  # tokens per request, by batch
@@ -114,48 +113,39 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
-def error_of(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error of a vector along the last dimension."""
-    wrong = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
-    return float(wrong.max())
-
-
 def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
     """Check that rows read from slots equal the rows stored."""
     case = LayerCase(rig, dtype, LENGTHS[1], kind)
     case.write()
     case.attend(None)
     rows = torch.stack((case.k, case.v))
-    figures: dict[str, Figure] = {"bytes": rows.nbytes}
+    figures: Figures = {"bytes": rows.nbytes}
     if dtype is torch.int8:
         stored = case.stored(torch.float32)
         largest = rows.float().abs().amax(-1, keepdim=True)
-        require(float(((stored - rows.float()).abs() / largest).max()), INT8_STEP, figures)
-    elif not torch.equal(case.stored(rig.dtype), rows):
+        return require(float(((stored - rows.float()).abs() / largest).max()), INT8_STEP, figures)
+    if not torch.equal(case.stored(rig.dtype), rows):
         raise CheckError("rows read from the cache have other values", figures)
     return figures
 
 
 def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
     """Check decode attention against float64, for several batches, lengths and windows."""
-    figures: dict[str, Figure] = {"cases": 0}
-    worst, bytes_ = 0.0, 0
-    for lengths in (*LENGTHS, tuple(40 + 7 * n for n in range(MANY))):
+    batches = (*LENGTHS, tuple(40 + 7 * n for n in range(MANY)))
+    worst, num_cases = 0.0, 0
+    for lengths in batches:
         case = LayerCase(rig, dtype, lengths, kind)
         case.write()
         for window in rig.windows:
             actual = case.attend(window)
             stored = case.stored(torch.float32 if dtype is torch.int8 else rig.dtype)
             error = error_of(actual, case.expected(stored, window))
-            worst = error if math.isnan(error) else max(worst, error)
-            figures["cases"] = int(figures["cases"]) + 1
-            if not worst <= BOUNDS[dtype]:
-                figures |= {"batch": len(lengths), "window": window or 0}
-                break
-        require(worst, BOUNDS[dtype], figures)
-        bytes_ = 2 * sum(lengths) * rig.config.num_kv_heads * rig.config.head_dim * dtype.itemsize
-    figures |= {"ms": rig.milliseconds(lambda: case.attend(None)), "bytes": bytes_}
-    return figures
+            num_cases += 1
+            require(error, BOUNDS[dtype], {"cases": num_cases, "batch": len(lengths), "window": window or 0})
+            worst = max(worst, error)
+    figures = require(worst, BOUNDS[dtype], {"cases": num_cases})
+    bytes_ = 2 * sum(batches[-1]) * rig.config.num_kv_heads * rig.config.head_dim * dtype.itemsize
+    return {**figures, "ms": rig.milliseconds(lambda: case.attend(None)), "bytes": bytes_}
 
 
 def cpu_checks(rig: Rig) -> Iterator[Check]:
@@ -172,14 +162,8 @@ def cpu_checks(rig: Rig) -> Iterator[Check]:
             )
     for mechanism in ("huge_pages", "affinity"):
         for level in MECHANISMS[mechanism].levels:
-            yield Check(
-                f"{mechanism}-{level.name}",
-                f"{MECHANISMS[mechanism].title}: {level.what}",
-                mechanism,
-                level.name,
-                DEADLINE_S,
-                partial(_attention, rig, mechanism, level.name, rig.dtype),
-            )
+            run = partial(_attention, rig, mechanism, level.name, rig.dtype)
+            yield Check.of_level(mechanism, level.name, DEADLINE_S, run)
 
 
 def _attention(rig: Rig, mechanism: str, level: str, dtype: torch.dtype) -> Figures:

@@ -15,8 +15,8 @@ from neo_desktop.app.commands.models_command import fit_facts
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
-from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.profiling.budget import GIB, FreeMemory
+from neo_desktop.engine.options import GIB, EngineOptions
+from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig

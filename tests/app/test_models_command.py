@@ -19,8 +19,8 @@ from neo_desktop.app.shelf.hub_files import PullError
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import check_name
 from neo_desktop.app.shelf.recommended import RECOMMENDED
-from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.profiling.budget import GIB, FreeMemory
+from neo_desktop.engine.options import GIB, EngineOptions
+from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.models.json_file import ModelError
 
 

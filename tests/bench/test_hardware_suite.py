@@ -9,17 +9,17 @@ from fake_gpu import BUS_BYTES_PER_S, FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, Fa
 from imitated_streams import ImitatedBackend, Operation
 
 from neo_desktop.app.bench import hardware as suite
+from neo_desktop.app.bench.device_rates import Direction
 from neo_desktop.app.bench.hardware import (
     HardwareReport,
     run_hardware,
 )
+from neo_desktop.app.bench.host_rates import Host, native_dtypes
 from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import Section
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
-from neo_desktop.engine.profiling.device_rates import Direction
 from neo_desktop.engine.profiling.hardware import find_gpus
-from neo_desktop.engine.profiling.host_rates import Host, native_dtypes
 from neo_desktop.engine.profiling.offload import OffloadTimer
 
 MIB = 1 << 20
@@ -158,6 +158,6 @@ def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch
     host = Host(MIB)
     host._memory[: MIB // 2] = 7
     clock = iter((0.0, 0.001))
-    monkeypatch.setattr("neo_desktop.engine.profiling.host_rates.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("neo_desktop.app.bench.host_rates.time.perf_counter", lambda: next(clock))
     assert host.copy_gb_per_s(1) == pytest.approx(MIB / 0.001 / 1e9)
     assert bool((host._memory == 7).all())

@@ -18,6 +18,7 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_path
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
+from neo_desktop.engine.profiling import profile_cache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CHILD = (sys.executable, str(Path(__file__).with_name("failing_child.py")))
@@ -62,9 +63,10 @@ def test_another_shape_dtype_version_or_torch_is_another_verdict(monkeypatch: py
     keep(verdict(subject_key(SUBJECT, CPU)))
     for other in (Subject(shape="llama-3.2-1b", dtype="float32"), Subject(shape="tiny", dtype="bfloat16")):
         assert read_verdict(subject_key(other, CPU)) is None
-    for name, value in (("__version__", "99"), ("native", SimpleNamespace(available_isas=lambda: ["x"]))):
+    isas = SimpleNamespace(available_isas=lambda: ["x"])
+    for module, name, value in ((profile_cache, "__version__", "99"), (verdicts, "native", isas)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verdicts, name, value)
+            patch.setattr(module, name, value)
             assert read_verdict(subject_key(SUBJECT, CPU)) is None
     monkeypatch.setattr(torch, "__version__", "99")
     assert read_verdict(subject_key(SUBJECT, CPU)) is None
@@ -78,7 +80,7 @@ def test_another_gpu_or_driver_is_another_verdict(
     gpu.name = "Another card"
     assert read_verdict(subject_key(SUBJECT, CUDA)) is None
     gpu.name = "Card"
-    monkeypatch.setattr(verdicts.hardware, "driver_version", lambda: "999.1")
+    monkeypatch.setattr(profile_cache.hardware, "driver_version", lambda: "999.1")
     assert read_verdict(subject_key(SUBJECT, CUDA)) is None
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, DTYPES
+from neo_desktop.engine.loading import DTYPES
 from neo_desktop.engine.options import OPTIONS, EngineOptions
 from neo_desktop.engine.profiling.budget import limits_of
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -19,7 +19,6 @@ from neo_desktop.engine.schedule.policies import POLICIES
 def test_every_choice_exists_and_every_default_is_one() -> None:
     assert OPTIONS["policy"].choices == tuple(POLICIES)
     assert OPTIONS["dtype"].choices == ("auto", *DTYPES)
-    assert OPTIONS["cpu_cache_dtype"].choices == tuple(CPU_CACHE_DTYPES)
     EngineOptions()
     assert set(OPTIONS) == {field.name for field in fields(EngineOptions)}
 

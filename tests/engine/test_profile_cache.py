@@ -137,7 +137,7 @@ def test_another_machine_or_version_has_another_key(
 def test_another_gpu_or_driver_has_another_key(storage: KVStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(CONFIG, dtype=torch.float16, device=torch.device("meta"))
     decoder.device = torch.device("cuda")
-    gpu = SimpleNamespace(name="Tesla T4", multi_processor_count=40, total_memory=15 << 30)
+    gpu = SimpleNamespace(name="Tesla T4", multi_processor_count=40, total_memory=15 << 30, major=7, minor=5)
     driver = ["570.1"]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(profile_cache.hardware, "driver_version", lambda: driver[0])

@@ -308,18 +308,12 @@ def test_on_a_gpu_stages_are_those_of_iterations(levels: Levels, stage: Stage) -
     model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_tiles=False))
     device_pool = KVPool(CONFIG, 64, BLOCK_SIZE, torch.float32, CPU, DeviceLayer)
     storage = KVStorage({KVTier.DEVICE: device_pool, KVTier.HOST: storage_of(host=64)[KVTier.HOST]})
-    kernels = dict.fromkeys(KERNELS, "torch")
-    levels(**kernels)
-    with closing(IterationTimer(model, storage, LIMITS, build=partial(on_gpu, gpu))) as timer:
-        for turn in range(2):
-            assert timer.time(point, turn)[point] > 0
-            assert gpu.was_graph
-            assert gpu.with_flags
-    levels(graphs="eager", **kernels)
-    with closing(IterationTimer(model, storage, LIMITS, build=partial(on_gpu, gpu))) as timer:
-        assert timer.time(point, 0)[point] > 0
-        assert not gpu.was_graph
-        assert not gpu.with_flags
+    for graphs, turns in (("host-flags", 2), ("eager", 1)):
+        levels(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
+        with closing(IterationTimer(model, storage, LIMITS, build=partial(on_gpu, gpu))) as timer:
+            for turn in range(turns):
+                assert timer.time(point, turn)[point] > 0
+                assert gpu.was_graph is gpu.with_flags is (graphs == "host-flags")
 
 
 def test_attention_of_the_cpu_shows_what_its_rows_cost_on_the_way(decoder: Decoder) -> None:
@@ -397,10 +391,7 @@ def test_a_model_with_experts_in_host_memory(levels: Levels) -> None:
     model = expert_model(3)
     model.streamed_shares = model.streamed_experts = UNMEASURED
     limits = SchedulerLimits(max_batch_tokens=64, max_batch_requests=4)
-    config = model.config
-    pools = {
-        tier: KVPool(config, 16, BLOCK_SIZE, torch.float32, CPU) for tier in (KVTier.DEVICE, KVTier.HOST)
-    }
+    pools = {tier: KVPool(model.config, 16, BLOCK_SIZE, torch.float32, CPU) for tier in MEASURED_TIERS}
     tables = profile(model, KVStorage(pools), limits, seconds=0.2)
     assert tables.streamed_experts == model.streamed_experts != UNMEASURED
     assert TableCostModel.from_json(tables.to_json()).streamed_experts == tables.streamed_experts

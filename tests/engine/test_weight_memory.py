@@ -6,11 +6,11 @@ import torch
 from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling import budget
-from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeMemory, activation_bytes
+from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape

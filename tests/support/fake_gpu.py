@@ -5,8 +5,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from neo_desktop.app.bench.device_rates import Direction
 from neo_desktop.engine.cuda.streams import Streams
-from neo_desktop.engine.profiling.device_rates import Direction
 
 LAUNCH_S = 4e-6  # launch overhead of any work
 FLOP_PER_S = 80e12
