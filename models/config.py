@@ -282,7 +282,7 @@ class ModelConfig:
         vocab, hidden = self.vocab_size, self.hidden_size
         others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
         matrices = sum(form.named(name).nbytes(m.rows, m.columns, dtype) for name, m in self.each_matrix())
-        embedding = form.embedding_bytes(vocab, hidden, dtype)
+        embedding = form.named("embedding").nbytes(vocab, hidden, dtype)
         return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:
