@@ -44,42 +44,30 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()  # recommendations that the engine does not follow
 
     @classmethod
-    def from_json(cls, file: JsonFile) -> "GenerationDefaults":
-        """Read generation_config.json. Raise ModelError for a value of the wrong type."""
-        top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
+    def from_json(cls, file: JsonFile, names: Mapping[str, str] | None = None) -> "GenerationDefaults":
+        """Read the recommendations, without values outside `SAMPLING_BOUNDS`.
+
+        Args:
+            file: generation_config.json, or other metadata.
+            names: parameter -> its key in the file, where they differ.
+
+        Raise ModelError for a value of the wrong type.
+        """
+        keys = {name: (names or {}).get(name, name) for name in (*limits.SAMPLING_BOUNDS, "top_k")}
+        given = {name: key for name, key in keys.items() if file.raw(key) is not None}
+        top_k = file.integer(given.pop("top_k"), minimum=0) if "top_k" in given else None
+        values = {name: file.number(key, allow_zero=True) for name, key in given.items()}
+        outside = [name for name, value in values.items() if not _is_within_bounds(name, value)]
         others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
-        return cls.within_bounds(
-            {name: _number(file, name) for name in limits.SAMPLING_BOUNDS},
-            do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
-            top_k=top_k,
-            ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
-        )
-
-    @classmethod
-    def within_bounds(
-        cls,
-        values: Mapping[str, float | None],
-        do_sample: bool | None = None,
-        top_k: int | None = None,
-        ignored: tuple[str, ...] = (),
-    ) -> "GenerationDefaults":
-        """Return the defaults without values outside `SAMPLING_BOUNDS`; `ignored` names dropped values."""
-        outside = [
-            name
-            for name, value in values.items()
-            if value is not None
-            and not limits.SAMPLING_BOUNDS[name][0] <= value <= limits.SAMPLING_BOUNDS[name][1]
-        ]
-        return cls(
-            do_sample=do_sample,
-            top_k=top_k,
-            ignored=(*ignored, *(f"{name} of {values[name]:g}" for name in outside)),
-            **{name: value for name, value in values.items() if name not in outside},
-        )
+        ignored = [f"{key} of {str(file.raw(key))[:50]}" for key in others]
+        ignored += [f"{name} of {values.pop(name):g}" for name in outside]
+        do_sample = None if file.raw("do_sample") is None else file.boolean("do_sample", False)
+        return cls(do_sample=do_sample, top_k=top_k, ignored=tuple(ignored), **values)
 
 
-def _number(file: JsonFile, key: str) -> float | None:
-    return None if file.raw(key) is None else file.number(key, allow_zero=True)
+def _is_within_bounds(name: str, value: float) -> bool:
+    least, most = limits.SAMPLING_BOUNDS[name]
+    return least <= value <= most
 
 
 class Matrix(NamedTuple):

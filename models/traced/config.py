@@ -121,16 +121,15 @@ def read_traced(path: Path) -> TracedConfig:
                 section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import description, spec  # noqa: PLC0415 - rarely needed
 
-    source, modified_ns = Source(path), config_json.stat().st_mtime_ns
-    spec(source, modified_ns)  # raises if the model is not supported
-    described = description(source, modified_ns)
+    source = Source(path)
+    spec(source)  # raises if the model is not supported
+    described = description(source)
     generation = generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
     return traced_config(
         source,
-        modified_ns,
+        described.context_tokens,
         architecture=_architecture(file),
-        max_context_tokens=described.context_tokens,
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
         eos_token_ids=eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
@@ -138,13 +137,10 @@ def read_traced(path: Path) -> TracedConfig:
     )
 
 
-def traced_config(
-    source: Source, modified_ns: int, *, max_context_tokens: int, **stated: Any
-) -> TracedConfig:
+def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> TracedConfig:
     """Return a model's configuration, completed from its code.
 
     Args:
-        modified_ns: time of the source's last change.
         stated: the fields of `ModelConfig` that the code does not determine, see `_STATED`.
 
     Raise ModelError if transformers is not installed or does not know the model, or it cannot be cut into
@@ -152,7 +148,7 @@ def traced_config(
     """
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    found = spec(source, modified_ns)
+    found = spec(source)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
     max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
@@ -184,9 +180,7 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
 
 
 def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
-    stated = {name: getattr(config, name) for name in _STATED}
-    modified_ns = source.named.stat().st_mtime_ns
-    return traced_config(source, modified_ns, max_context_tokens=max_context_tokens, **stated)
+    return traced_config(source, max_context_tokens, **{name: getattr(config, name) for name in _STATED})
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:
@@ -195,8 +189,8 @@ def with_long_factors(config: ModelConfig) -> ModelConfig:
         return config
     from neo_desktop.models.traced.spec import description  # noqa: PLC0415 - rarely needed
 
-    source, modified_ns = replace(config.source, is_long=True), config.source.named.stat().st_mtime_ns
-    return _changed(config, source, description(source, modified_ns).context_tokens)
+    source = replace(config.source, is_long=True)
+    return _changed(config, source, description(source).context_tokens)
 
 
 def _architecture(file: JsonFile) -> str:

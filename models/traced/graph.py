@@ -83,7 +83,7 @@ def exported(source: Source, dtype: torch.dtype, spec: TracedSpec) -> Exported:
     """
     aliases, shape = tuple(spec.aliases.items()), HeadShape(spec.kv_heads, spec.head_dim)
     with TRACING:
-        return _exported(source, source.named.stat().st_mtime_ns, dtype, aliases, shape).copy()
+        return _exported(source, source.modified_ns, dtype, aliases, shape).copy()
 
 
 @lru_cache(maxsize=1)  # both `spec` and the stages need it

@@ -38,11 +38,6 @@ class Call:
         """Columns that it reads or writes."""
         return [*(columns for columns, _ in self.inputs), self.into[0]]
 
-    def with_buffers(self, of: Callable[[Columns], Columns]) -> "Call":
-        """Return the call with other buffers."""
-        inputs = tuple((of(columns), shape) for columns, shape in self.inputs)
-        return Call(self.function, inputs, (of(self.into[0]), self.into[1]))
-
 
 class RowStage:
     """A stage of row programs and calls.
@@ -58,33 +53,17 @@ class RowStage:
             for columns in _places(part):
                 users[columns.buffer].add(index)
         called = {columns.buffer for part in parts if isinstance(part, Call) for columns in part.places}
-        shared = [
-            buffer for buffer in range(len(GIVEN), len(buffers)) if len(users[buffer]) > 1 or buffer in called
+        self._shared = {
+            index: buffer
+            for index, buffer in enumerate(buffers)
+            if index not in GIVEN and (len(users[index]) > 1 or index in called)
+        }
+        seen = [
+            replace(each, is_given=each.is_given or index in self._shared)
+            for index, each in enumerate(buffers)
         ]
-        self._shared = [buffers[buffer] for buffer in shared]
-        place = {buffer: len(GIVEN) + index for index, buffer in enumerate(shared)}
-        place |= {buffer: buffer for buffer in GIVEN}
-        seen = [*buffers[: len(GIVEN)], *(replace(each, is_given=True) for each in self._shared)]
-        self._parts: list[RowProgram | Call] = []
-        for part in parts:
-            own = list(seen)
-            places = dict(place)
-
-            def moved(columns: Columns, own: list[Buffer] = own, places: dict[int, int] = places) -> Columns:
-                if columns.buffer not in places:
-                    places[columns.buffer] = len(own)
-                    own.append(buffers[columns.buffer])
-                return columns._replace(buffer=places[columns.buffer])
-
-            if isinstance(part, Call):
-                self._parts.append(part.with_buffers(moved))
-            elif part:
-                steps = [
-                    replace(step, sources=tuple(map(moved, step.sources)), into=moved(step.into))
-                    for step in part
-                ]
-                self._parts.append(RowProgram(own, steps))
-        self._kept: dict[int, tuple[list[Tensor], list[native.View]]] = {}  # rows -> shared buffers
+        self._parts = [part if isinstance(part, Call) else RowProgram(seen, part) for part in parts if part]
+        self._kept: dict[int, tuple[dict[int, Tensor], list[native.View]]] = {}  # rows -> shared buffers
 
     def run(self, state: State, batch: RecurrentBatch | None) -> None:
         """Compute the stage; `batch`: the states of recurrent layers."""
@@ -96,7 +75,7 @@ class RowStage:
                 continue
             out, *inputs = (
                 torch.unflatten(
-                    tensors[columns.buffer - len(GIVEN)].narrow(1, columns.first, torch.Size(shape).numel()),
+                    tensors[columns.buffer].narrow(1, columns.first, torch.Size(shape).numel()),
                     1,
                     shape,
                 )
@@ -104,12 +83,14 @@ class RowStage:
             )
             part.function(batch, out, *inputs)
 
-    def _buffers(self, rows: int) -> tuple[list[Tensor], list[native.View]]:
+    def _buffers(self, rows: int) -> tuple[dict[int, Tensor], list[native.View]]:
         """Return the shared buffers and their views; stages of a device run one after the other."""
         if rows in self._kept:
             return self._kept[rows]
-        tensors = [torch.zeros(rows, each.width, dtype=each.dtype) for each in self._shared]
-        made = tensors, [native.view_of("rows", tensor) for tensor in tensors]
+        tensors = {
+            index: torch.zeros(rows, each.width, dtype=each.dtype) for index, each in self._shared.items()
+        }
+        made = tensors, [native.view_of("rows", tensor) for tensor in tensors.values()]
         if rows <= MOST_KEPT_ROWS:
             self._kept[rows] = made
         return made

@@ -34,7 +34,7 @@ class Segments:
         self.products = {calls[f"submod_{parts[node]}"]: named for node, named in products.items()}
 
     def values(self, inputs: Iterable[Any]) -> dict[fx.Node, Any]:
-        """Return the values of nodes that are known before the stage runs; `inputs`: of its code, in order."""
+        """Return the values of weights and inputs, which are known before; `inputs`: in the code's order."""
         return self._weights | dict(zip(self._inputs, inputs, strict=True))
 
     def run(self, values: dict[fx.Node, Any], until: fx.Node | None = None) -> Any:

@@ -33,6 +33,11 @@ class Source:
     def named(self) -> Path:
         return self.path / "config.json" if self.config_json is None else self.path
 
+    @property
+    def modified_ns(self) -> int:
+        """Time of the last change, for caches."""
+        return self.named.stat().st_mtime_ns
+
     def config(self) -> Any:
         """Return the configuration. Raises exceptions of transformers; ImportError if it is not installed."""
         from transformers import AutoConfig  # noqa: PLC0415 - large, and rarely needed

@@ -115,17 +115,17 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     return logits
 
 
-def spec(source: Source, modified_ns: int) -> TracedSpec:
+def spec(source: Source) -> TracedSpec:
     """Return the sizes of a model.
 
     Raise ModelError if transformers does not know it, or it cannot be cut into stages.
     """
-    return examined(source, modified_ns)[0]
+    return _examined(source, source.modified_ns)[0]
 
 
 def conversions_of(source: Source) -> Conversions:
     """Return the conversions from a model's checkpoint to its parameters; raises as `spec` does."""
-    return examined(source, source.named.stat().st_mtime_ns)[1]
+    return _examined(source, source.modified_ns)[1]
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def _most_tokens(config: Any, *, is_long: bool) -> int | None:
 
 
 @lru_cache(maxsize=32)
-def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
+def _examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
     """Return sizes and conversions from a run without numbers; cached for recent models."""
     with TRACING:
         return _run_without_numbers(source)
@@ -323,14 +323,18 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-@lru_cache(maxsize=32)
-def description(source: Source, _modified_ns: int) -> Description:
+def description(source: Source) -> Description:
     """Return properties of a model's text that its configuration has, but not its code.
 
     Call `spec` first: the configuration is then known to be readable.
 
     Raise ModelError if the context is out of range.
     """
+    return _description(source, source.modified_ns)
+
+
+@lru_cache(maxsize=32)
+def _description(source: Source, _modified_ns: int) -> Description:
     with quiet():
         config = source.config()
     text = config.get_text_config(decoder=True)

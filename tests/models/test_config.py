@@ -257,11 +257,11 @@ def test_recommendations_that_no_request_may_have_are_left_out_and_named(tmp_pat
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(SAMPLING_BOUNDS)), st.floats(0, 1e3) | st.sampled_from([0, 1e-3, 0.01, 1, 100])
+        st.sampled_from(sorted(SAMPLING_BOUNDS)), st.floats(1e-9, 1e3) | st.sampled_from([0, 0.01, 1, 100])
     )
 )
 def test_what_a_model_recommends_is_what_a_request_may_ask_for(values: dict[str, float]) -> None:
-    found = GenerationDefaults.within_bounds(values)
+    found = GenerationDefaults.from_json(JsonFile(Path("generation_config.json"), dict(values)))
     for name, value in values.items():
         if getattr(found, name) is None:
             with pytest.raises(SettingError):
