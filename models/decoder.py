@@ -127,17 +127,17 @@ class Decoder:
 
     def memory(self) -> dict[torch.device, int]:
         """Return the bytes of the weights per device."""
-        memory = Counter[torch.device]()
-        for linear in self.linears():
+        memory = Counter({self.device: sum(tensor.nbytes for tensor in self._others())})
+        for linear in dict.fromkeys((self.embedding, *self.linears())):
             memory.update(linear.memory())
-        tensors = [self.final_norm]
-        if self.lm_head is not self.embedding:
-            memory.update(self.embedding.memory())
-        for weights in self.layers:
-            tensors += [weights.input_norm, weights.post_attention_norm]
-            tensors += [tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None]
-        memory[self.device] += sum(tensor.nbytes for tensor in tensors)
         return dict(memory)
+
+    def _others(self) -> Iterator[Tensor]:
+        """Yield the weights outside linear layers."""
+        yield self.final_norm
+        for weights in self.layers:
+            yield from (weights.input_norm, weights.post_attention_norm)
+            yield from (tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None)
 
     @property
     def sinks(self) -> list[Tensor] | None:

@@ -1,6 +1,5 @@
 """The weights of a model whose stages are cut out of the code of `transformers`."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,14 +64,8 @@ class TracedDecoder(Decoder):
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
         return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
 
-    def memory(self) -> dict[torch.device, int]:
-        memory = Counter[torch.device]()
-        for linear in self.linears():
-            memory.update(linear.memory())
-        if self.lm_head is not self.embedding:
-            memory.update(self.embedding.memory())
-        memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
-        return dict(memory)
+    def _others(self) -> Iterator[Tensor]:
+        yield from self.tensors.values()
 
     def linears(self) -> Iterator[Linear]:
         yield from (linear for fused, linear in self.fused if linear is not self.lm_head)

@@ -4,7 +4,7 @@ Lowering runs a stage's code once, with addresses in place of numbers. Views and
 every other operator becomes a step that reads some buffers and writes another one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
 _FUNCTIONS = frozenset(("softplus", "clamp", "exp"))  # of few numbers: torch computes them
-_ROOT = frozenset(("pow", "mean", "rsqrt"))
 
 
 def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowStage:
@@ -85,7 +84,7 @@ class _Lowering(RowBuffers):
         if node.op == "call_module":
             return self._operate(self._piece.get_submodule(str(node.target)), args)
         name = str(node.target) if node.op == "call_method" else name_of(node)
-        if not any(isinstance(each, (Value, Tensor, _RootMean)) for each in tree_leaves((args, kwargs))) or (
+        if not any(isinstance(each, (Value, Tensor)) for each in tree_leaves((args, kwargs))) or (
             name == "getitem" and isinstance(args[0], tuple)
         ):
             target: Any = node.target
@@ -95,9 +94,6 @@ class _Lowering(RowBuffers):
         return self._called(node, name, args, kwargs)
 
     def _called(self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        roots = [each for each in args if isinstance(each, _RootMean)]
-        if name in _ROOT or (roots and name == "add"):
-            return _root_mean(name, args)
         if name in _MOVES:
             return self._moved(node, args, kwargs)
         for names, lower in (
@@ -230,21 +226,12 @@ class _Lowering(RowBuffers):
             op, [self.grouped(x, length)], x, tuple(x.at.shape), length, number=eps, weights=weights
         )
 
-    def _normalised(self, x: Any, root: Any) -> Value:
-        """Return x / sqrt(mean(x²) + eps), written as a product."""
-        x, root = (root, x) if isinstance(x, _RootMean) else (x, root)
-        if not isinstance(x, Value) or root.steps != 4 or not torch.equal(root.x.at, x.at):
-            raise NotRowsError("a product with another tensor's norm")
-        return self._plain_norm(x, [x.at.shape[-1]], None, root.eps)
-
     def _unary(self, op: str, x: Value) -> Value:
         return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
 
     def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
-        if isinstance(one, _RootMean) or isinstance(other, _RootMean):
-            return self._normalised(one, other)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
         if not isinstance(one, Value):
@@ -343,26 +330,3 @@ def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | No
         if isinstance(each, (Value, Tensor)):
             return each.dtype
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _RootMean:
-    """The first operators of a norm without a pattern: 1 / sqrt(mean(x²) + eps), over the last dimension."""
-
-    x: Value
-    steps: int = 1
-    eps: float = 0.0
-
-
-def _root_mean(name: str, args: tuple[Any, ...]) -> _RootMean:
-    """Return the next operator's result; raise NotRowsError for other arguments."""
-    x = args[0]
-    if name == "pow" and isinstance(x, Value) and args[1] == 2:
-        return _RootMean(x)
-    if name == "mean" and isinstance(x, _RootMean) and x.steps == 1 and list(args[1]) == [-1]:
-        return replace(x, steps=2)
-    if name == "add" and isinstance(x, _RootMean) and x.steps == 2:
-        return replace(x, steps=3, eps=args[1])
-    if name == "rsqrt" and isinstance(x, _RootMean) and x.steps == 3:
-        return replace(x, steps=4)
-    raise NotRowsError(f"{name} has no step")

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import ERROR
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from neo_desktop.models.experts_config import Gating
 
@@ -129,6 +130,19 @@ class Description:
     context_tokens: int
     bos_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
+
+
+Change = tuple[Any, str, Any]
+"""An object, the name of an attribute, and the attribute's value within a context."""
+
+
+@contextmanager
+def changed(*changes: Change) -> Iterator[None]:
+    """Change attributes within the context."""
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(patch.object(*change))
+        yield
 
 
 @contextmanager

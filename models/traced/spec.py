@@ -2,10 +2,8 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +25,18 @@ from neo_desktop.models.traced.capture import (
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.heads import HeadShape, common_shape
-from neo_desktop.models.traced.latent import kept_latent
+from neo_desktop.models.traced.latent import latents_kept
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
-from neo_desktop.models.traced.sizes import Description, FusedSizes, Source, TracedSpec, quiet
+from neo_desktop.models.traced.sizes import (
+    Change,
+    Description,
+    FusedSizes,
+    Source,
+    TracedSpec,
+    changed,
+    quiet,
+)
 
 # Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -106,10 +112,8 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     with (
         quiet(),
         intercepted(calls),
-        recurrences_recorded(calls, model),
+        changed(*recurrences_recorded(calls, model), *latents_kept(model), *_steady(model)),
         Catching(calls, model),
-        kept_latent(model),
-        _steady(model),
     ):
         logits: Tensor = model(**given).logits
     return logits
@@ -128,15 +132,11 @@ def conversions_of(source: Source) -> Conversions:
     return _examined(source, source.modified_ns)[1]
 
 
-@contextmanager
-def _steady(model: nn.Module) -> Iterator[None]:
+def _steady(model: nn.Module) -> Iterator[Change]:
     """Fix RoPE's frequencies, which some types change for long prompts; see `TracedSpec.most_tokens`."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if hasattr(module, "rope_type"):
-                steady = _without_change(module.rope_type)
-                stack.enter_context(patch.object(module, "rope_type", steady))
-        yield
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            yield module, "rope_type", _without_change(module.rope_type)
 
 
 def _without_change(rope_type: Any) -> Any:
@@ -178,8 +178,9 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
-        shape = common_shape(calls.attention) if calls.attention else None
-        if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
+        sizes = {(each.kv_heads, each.head_dim) for each in calls.attention}
+        shape = common_shape(sizes) if sizes else None
+        if shape is not None and sizes != {shape}:
             _check_groups(calls, shape)
             calls = Calls(shape=shape)
             with torch.no_grad():

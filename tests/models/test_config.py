@@ -16,6 +16,7 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults, ModelConfig, ModelError
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import FAMILIES, Family
+from neo_desktop.models.json_file import JsonFile
 from neo_desktop.models.limits import SAMPLING_BOUNDS
 from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling
 
