@@ -56,18 +56,35 @@ class GenerationDefaults:
         keys = {name: (names or {}).get(name, name) for name in (*limits.SAMPLING_BOUNDS, "top_k")}
         given = {name: key for name, key in keys.items() if file.raw(key) is not None}
         top_k = file.integer(given.pop("top_k"), minimum=0) if "top_k" in given else None
-        values = {name: file.number(key, allow_zero=True) for name, key in given.items()}
-        outside = [name for name, value in values.items() if not _is_within_bounds(name, value)]
         others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
-        ignored = [f"{key} of {str(file.raw(key))[:50]}" for key in others]
-        ignored += [f"{name} of {values.pop(name):g}" for name in outside]
-        do_sample = None if file.raw("do_sample") is None else file.boolean("do_sample", False)
-        return cls(do_sample=do_sample, top_k=top_k, ignored=tuple(ignored), **values)
+        return cls.within_bounds(
+            {name: file.number(key, allow_zero=True) for name, key in given.items()},
+            do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
+            top_k=top_k,
+            ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
+        )
 
-
-def _is_within_bounds(name: str, value: float) -> bool:
-    least, most = limits.SAMPLING_BOUNDS[name]
-    return least <= value <= most
+    @classmethod
+    def within_bounds(
+        cls,
+        values: Mapping[str, float | None],
+        do_sample: bool | None = None,
+        top_k: int | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> "GenerationDefaults":
+        """Return the defaults without values outside `SAMPLING_BOUNDS`; `ignored` names dropped values."""
+        outside = [
+            name
+            for name, value in values.items()
+            if value is not None
+            and not limits.SAMPLING_BOUNDS[name][0] <= value <= limits.SAMPLING_BOUNDS[name][1]
+        ]
+        return cls(
+            do_sample=do_sample,
+            top_k=top_k,
+            ignored=(*ignored, *(f"{name} of {values[name]:g}" for name in outside)),
+            **{name: value for name, value in values.items() if name not in outside},
+        )
 
 
 class Matrix(NamedTuple):
@@ -116,6 +133,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation: GenerationDefaults = GenerationDefaults()
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # a request's states in recurrent layers, float32
+    depth: int = 0  # layers, those without attention included; 0: all have attention
+    table: tuple[tuple[str, Matrix], ...] = ()  # matrices, where they are not those of the decoder here
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -195,12 +215,7 @@ class ModelConfig:
     @property
     def num_layers_in_all(self) -> int:
         """Layers, those without attention included."""
-        return self.num_layers
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a request's states in recurrent layers, float32."""
-        return ()
+        return self.depth or self.num_layers
 
     @property
     def state_bytes(self) -> int:
@@ -218,6 +233,8 @@ class ModelConfig:
 
     @property
     def matrices(self) -> dict[str, Matrix]:
+        if self.table:
+            return dict(self.table)
         hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
         table = {
             "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
@@ -248,7 +265,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Distinct parameters; tied embeddings count once."""
-        norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
+        norms = (2 * self.num_layers_in_all + 1) * self.hidden_size
+        norms += self.num_layers * self.qk_norm * 2 * self.head_dim
         sinks = self.num_layers * self.num_heads if self.attention_sinks else 0
         matrices = sum(m.copies * m.weights for m in self.matrices.values())
         return self.vocab_size * self.hidden_size + norms + sinks + matrices

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from neo_desktop.app.llamacpp.choice import is_installed
+from neo_desktop.app.llamacpp.gguf_writer import write_gguf
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.models.gguf.writer import write_gguf
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 

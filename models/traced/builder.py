@@ -89,8 +89,9 @@ class Builder:
 
     def _product(self, node: fx.Node) -> Part | None:
         """Return a node's part of a matmul by the decoder; None: another operator or matmul."""
-        weight = _nodes_of(node)[1] if name_of(node) == "linear" else None
-        return self._products.get(self._graph.parameters.get(weight, ""))
+        if name_of(node) != "linear":
+            return None
+        return self._products.get(self._graph.parameters.get(_nodes_of(node)[1], ""))
 
     def kind(self, index: int) -> tuple[Any, ...]:
         """Return a key that differs for pieces with different patterns."""

@@ -35,10 +35,6 @@ class TracedConfig(ModelConfig):
         return self.of_model.carried_width
 
     @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.of_model.states
-
-    @property
     def rotation_width(self) -> int:
         return ROTATIONS * self.head_dim
 
@@ -119,15 +115,12 @@ def read_traced(path: Path) -> TracedConfig:
         for section in (file, text):
             if key in section:
                 section.integer(key, maximum=most)
-    from neo_desktop.models.traced.spec import description, spec  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    source = Source(path)
-    spec(source)  # raises if the model is not supported
-    described = description(source)
-    generation = generation_file(path)
+    described, generation = spec(Source(path)), generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
     return traced_config(
-        source,
+        Source(path),
         described.context_tokens,
         architecture=_architecture(file),
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
@@ -168,6 +161,7 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
         ),
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
+        state_shapes=found.states,
         source=source,
         of_model=found,
         **stated,
@@ -187,10 +181,10 @@ def with_long_factors(config: ModelConfig) -> ModelConfig:
     """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
     if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
         return config
-    from neo_desktop.models.traced.spec import description  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
     source = replace(config.source, is_long=True)
-    return _changed(config, source, description(source).context_tokens)
+    return _changed(config, source, spec(source).context_tokens)
 
 
 def _architecture(file: JsonFile) -> str:

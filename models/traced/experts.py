@@ -1,7 +1,7 @@
 """Mixtures of experts in models of `transformers`: their matrices and matmuls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -80,15 +80,11 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
             continue
         del tensors[name]
         rows = stack.shape[1] // len(kinds)
+        shape = (rows, stack.shape[2])
         for index, kind in enumerate(kinds):
+            of_kind = slice(index * rows, (index + 1) * rows)
             for expert, own in enumerate(of_layer.named()[kind].weights):
-                tensors[own] = _part_of_stack(stack, expert, slice(index * rows, (index + 1) * rows))
-
-
-def _part_of_stack(stack: StoredTensor, expert: int, rows: slice) -> StoredTensor:
-    shape = (rows.stop - rows.start, *stack.shape[2:])
-    nbytes = stack.nbytes * shape[0] // (stack.shape[0] * stack.shape[1])
-    return replace(stack, shape=shape, nbytes=nbytes, pieces=lambda: iter([(0, stack.read()[expert, rows])]))
+                tensors[own] = stack.part(own, shape, itemgetter((expert, of_kind)))
 
 
 class ExpertsProduct(nn.Module):

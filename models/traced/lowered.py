@@ -28,8 +28,7 @@ from neo_desktop.models.traced.places import (
     with_addresses,
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
-from neo_desktop.models.traced.row_buffers import RowBuffers
-from neo_desktop.models.traced.row_stages import RowStage
+from neo_desktop.models.traced.row_stages import RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 

@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     linear: Linear
     rows: tuple[int, ...]  # of every part
-    index: int  # of this part
+    place: int  # of this part
 
 
 def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
@@ -192,7 +192,7 @@ class Finder:
             is_pair = set(product.users) == set(halves) and len(self.products[product].rows) == 1
         else:
             first, second = self.products[gate], self.products[up]
-            is_pair = first.linear is second.linear and (first.index, second.index) == (0, 1)
+            is_pair = first.linear is second.linear and (first.place, second.place) == (0, 1)
             is_pair = is_pair and len(first.rows) == 2 and first.rows[0] == first.rows[1]
             is_pair = is_pair and set(gate.users) == {silu} and set(up.users) == {root}
         return Gate(covered, root, product) if is_pair and self._is_closed(covered, root) else None

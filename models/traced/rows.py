@@ -172,7 +172,7 @@ def _product(node: fx.Node, given: list[fx.Node]) -> bool:
     if len(given) > 1:
         return False
     left, right = _FACTORS[name_of(node)]
-    rank = given[0].meta["val"].dim()
+    rank = int(given[0].meta["val"].dim())
     if node.args[left] is given[0]:
         return row_dim(given[0]) != rank - 1
     return right is not None and node.args[right] is given[0] and row_dim(given[0]) != rank - 2

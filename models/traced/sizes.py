@@ -113,6 +113,9 @@ class TracedSpec:
     unread: frozenset[str] = frozenset()  # tensors that text does not need, for example for images
     # RoPE changes its frequencies for longer prompts, but cached keys keep the old ones; None: no limit.
     most_tokens: int | None = None
+    context_tokens: int = 0  # by the configuration
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def all_matrices(self) -> tuple[FusedSizes, ...]:
@@ -121,15 +124,6 @@ class TracedSpec:
 
 
 NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """Properties of a model's text that its configuration has, but not its code."""
-
-    context_tokens: int
-    bos_token_ids: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
 
 
 Change = tuple[Any, str, Any]

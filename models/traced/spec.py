@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -30,7 +31,6 @@ from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import (
     Change,
-    Description,
     FusedSizes,
     Source,
     TracedSpec,
@@ -185,9 +185,11 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        return _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
+        found, conversions = _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
+    with quiet():
+        return replace(found, **_described(source, source.config())), conversions
 
 
 def is_wide(model: Any, name: str) -> bool:
@@ -324,20 +326,11 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-def description(source: Source) -> Description:
-    """Return properties of a model's text that its configuration has, but not its code.
-
-    Call `spec` first: the configuration is then known to be readable.
+def _described(source: Source, config: Any) -> dict[str, Any]:
+    """Return the fields of `TracedSpec` that the configuration determines, not the code.
 
     Raise ModelError if the context is out of range.
     """
-    return _description(source, source.modified_ns)
-
-
-@lru_cache(maxsize=32)
-def _description(source: Source, _modified_ns: int) -> Description:
-    with quiet():
-        config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)
     default = _UNKNOWN_CONTEXT if hasattr(text, "num_attention_heads") else _WITHOUT_ATTENTION
@@ -353,4 +346,5 @@ def _description(source: Source, _modified_ns: int) -> Description:
                 return tuple(token_ids)
         return ()
 
-    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))
+    ends = ids("eos_token_id")
+    return {"context_tokens": context, "bos_token_ids": ids("bos_token_id")[:1], "eos_token_ids": ends}
