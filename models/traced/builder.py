@@ -326,34 +326,30 @@ class Builder:
         find: Callable[[fx.Node], Any],
         whole: Callable[[fx.Node], Any],
     ) -> None:
-        module = self._attribute("operator", self._operator(pattern))
+        def call(module: nn.Module, *inputs: Any) -> Any:
+            return graph.call_module(self._attribute("operator", module), inputs)
+
         if isinstance(pattern, GatePattern):
-            known[pattern.root] = graph.call_module(module, (whole(pattern.gate),))
-        elif isinstance(pattern, RopePattern):
-            given = (find(pattern.x), find(pattern.cos), find(pattern.sin))
-            known[pattern.root] = graph.call_module(module, given)
+            known[pattern.root] = call(Gate(self._operators), whole(pattern.gate))
+            return
+        dtype = self._decoder.dtype
+        if isinstance(pattern, RopePattern):
+            flags = {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
+            rope = Rope(None, 0.0, **flags)
+            if pattern.norm is not None:
+                heads = pattern.root.meta["val"].shape[1]
+                weight = self._weight(pattern.norm).to(dtype).expand(heads, -1).contiguous()
+                rope = Rope(weight, pattern.norm.eps, **flags)
+            known[pattern.root] = call(rope, find(pattern.x), find(pattern.cos), find(pattern.sin))
         elif pattern.residual is None or pattern.total is None:
-            known[pattern.root] = graph.call_module(module, (find(pattern.x),))
+            module = RMSNorm(self._weight(pattern), pattern.eps, self._operators, pattern.is_rounded_before)
+            known[pattern.root] = call(module, find(pattern.x))
         else:
-            both = graph.call_module(module, (find(pattern.residual), find(pattern.x)))
+            weight = self._weight(pattern).to(dtype)
+            add_norm = AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
+            both = call(add_norm, find(pattern.residual), find(pattern.x))
             known[pattern.total] = graph.call_function(getitem, (both, 0))
             known[pattern.root] = graph.call_function(getitem, (both, 1))
-
-    def _operator(self, pattern: Pattern) -> nn.Module:
-        if isinstance(pattern, GatePattern):
-            return Gate(self._operators)
-        if isinstance(pattern, RopePattern):
-            norm, flags = pattern.norm, {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
-            if norm is None:
-                return Rope(None, 0.0, **flags)
-            heads = pattern.root.meta["val"].shape[1]
-            weight = self._weight(norm).to(self._decoder.dtype)
-            return Rope(weight.expand(heads, -1).contiguous(), norm.eps, **flags)
-        weight = self._weight(pattern)
-        if pattern.total is not None:
-            weight = weight.to(self._decoder.dtype)
-            return AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
-        return RMSNorm(weight, pattern.eps, self._operators, pattern.is_rounded_before)
 
     def _weight(self, norm: Norm) -> Tensor:
         if norm.weight is not None:

@@ -124,12 +124,12 @@ def spec(source: Source) -> TracedSpec:
 
     Raise ModelError if transformers does not know it, or it cannot be cut into stages.
     """
-    return _examined(source, source.modified_ns)[0]
+    return examined(source, source.modified_ns)[0]
 
 
 def conversions_of(source: Source) -> Conversions:
     """Return the conversions from a model's checkpoint to its parameters; raises as `spec` does."""
-    return _examined(source, source.modified_ns)[1]
+    return examined(source, source.modified_ns)[1]
 
 
 def _steady(model: nn.Module) -> Iterator[Change]:
@@ -164,7 +164,7 @@ def _most_tokens(config: Any, *, is_long: bool) -> int | None:
 
 
 @lru_cache(maxsize=32)
-def _examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
+def examined(source: Source, _modified_ns: int) -> tuple[TracedSpec, Conversions]:
     """Return sizes and conversions from a run without numbers; cached for recent models."""
     with TRACING:
         return _run_without_numbers(source)
