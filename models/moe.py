@@ -156,15 +156,6 @@ class MoE:
         for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
             _multiply_packed(self.on_host, some, own, shares, scratch, into)
 
-    def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Compute the network on x `[n, hidden]`, into `out` `[n, hidden]`, which must not alias x.
-
-        All experts must be on the device.
-        """
-        assert self.on_host is None
-        self.route(x, room)
-        self.multiply_on_device(x, room, out)
-
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     """Return layer -> MoE, for the layers with experts."""

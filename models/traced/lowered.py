@@ -113,7 +113,7 @@ class _Lowering(RowBuffers):
         for kind, lower in (
             (Product, lambda: self._multiply(module, args[0])),
             (AddRMSNorm, lambda: self._add_norm(module, *args)),
-            (RMSNorm, lambda: self._weighted_norm(module, args[0])),
+            (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
             (Rope, lambda: self._rotate(module, *args)),
             (Convolution, lambda: self.call(module.apply_rows, [args[0]], args[0], 2)),
@@ -123,15 +123,10 @@ class _Lowering(RowBuffers):
                 return lower()
         raise NotRowsError(f"{type(module).__name__} has no step")
 
-    def _weighted_norm(self, norm: RMSNorm, x: Value) -> Value:
-        if norm.weight.dtype not in (x.dtype, torch.float32):
-            raise NotRowsError("a norm of another dtype")
-        return self._norm("rms_norm", x, x.at.shape[-1], norm.eps, (norm.weight,))
-
     def _plain_norm(self, x: Any, shape: list[int], weight: Any = None, eps: Any = None) -> Value:
         if not isinstance(x, Value) or len(shape) != 1 or weight is not None or eps is None:
             raise NotRowsError("a norm over several dimensions, or with weights")
-        return self._norm("rms_norm", x, shape[0], eps, (torch.ones(shape, dtype=x.dtype),))
+        return self._norm("rms_norm", x, eps, torch.ones(shape, dtype=x.dtype))
 
     def _gated(self, x: Value) -> Value:
         return self.step("silu_mul", [self.packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
@@ -213,17 +208,16 @@ class _Lowering(RowBuffers):
     ) -> Value:
         if len(shape) != 1:
             raise NotRowsError("a norm over several dimensions")
-        width = shape[0]
-        given = torch.ones(width, dtype=x.dtype) if weight is None else weight
-        weights = (given,) if bias is None else (given, bias)
-        if any(not isinstance(each, Tensor) or each.dtype is not x.dtype for each in weights):
-            raise NotRowsError("a norm of another dtype")
-        return self._norm("layer_norm", x, width, eps, tuple(each.contiguous() for each in weights))
+        given = torch.ones(shape, dtype=x.dtype) if weight is None else weight
+        return self._norm("layer_norm", x, eps, given, *(() if bias is None else (bias,)))
 
-    def _norm(self, op: str, x: Value, length: int, eps: float, weights: tuple[Tensor, ...]) -> Value:
-        return self.step(
-            op, [self.grouped(x, length)], x, tuple(x.at.shape), length, number=eps, weights=weights
-        )
+    def _norm(self, op: str, x: Value, eps: float, *weights: Any) -> Value:
+        dtypes = (x.dtype, torch.float32) if op == "rms_norm" else (x.dtype,)
+        if any(not isinstance(each, Tensor) or each.dtype not in dtypes for each in weights):
+            raise NotRowsError("a norm of another dtype")
+        length, given = x.at.shape[-1], tuple(each.contiguous() for each in weights)
+        sources = [self.grouped(x, length)]
+        return self.step(op, sources, x, tuple(x.at.shape), length, number=eps, weights=given)
 
     def _unary(self, op: str, x: Value) -> Value:
         return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
