@@ -231,7 +231,7 @@ def _of_experts(blocks: list[list[str]], place: TensorPlace) -> Iterator[Target]
 
 
 def _divided(stack: TensorPlace, parts: int = 1) -> Iterator[TensorPlace]:
-    """Yield the parts of each matrix of a stack, some of its rows."""
+    """Yield the matrices of a stack, cut into parts with equal numbers of rows."""
     count, rows, *others = stack.shape
     shape, nbytes = (rows // parts, *others), stack.nbytes // count // parts
     for index in range(count * parts):
