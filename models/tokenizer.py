@@ -1,7 +1,6 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,6 @@ _SPOKEN = _THOUGHTS | {
     "</arg_value>",
 }
 TOOL_USE = "tool_use"  # name of the template for chats with tools
-
-
-@contextmanager
-def _whole_characters() -> Iterator[None]:
-    """Raise ValueError for the library's TypeError."""
-    try:
-        yield
-    except TypeError:
-        raise ValueError(
-            "The text holds half of a surrogate pair, which is not a character: remove it."
-        ) from None
 
 
 class Tokenizer:
@@ -110,9 +98,13 @@ class Tokenizer:
 
         Raises ValueError for a lone surrogate, which Python and JSON permit but no vocabulary contains.
         """
-        with _whole_characters():
+        try:
             # encode() holds the GIL, for a book for seconds; encode_batch() releases it.
             return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
+        except TypeError:
+            raise ValueError(
+                "The text holds half of a surrogate pair, which is not a character: remove it."
+            ) from None
 
     @cached_property
     def marks(self) -> Marks:
@@ -121,9 +113,13 @@ class Tokenizer:
         All special tokens are marks. Ordinary tokens like `<think>` are marks if the chat template names
         them, or if they are known to mark reasoning or calls.
         """
+        control, spoken = self._control_texts()
+        return Marks(control, spoken)
+
+    def _control_texts(self) -> tuple[list[str], list[str]]:
         special = [token.content for token in self._added.values() if token.special]
         ordinary = [token.content for token in self._added.values() if not token.special]
-        return Marks(*control_texts(special, ordinary, f"{self.chat_template}{self.tool_template}"))
+        return control_texts(special, ordinary, f"{self.chat_template}{self.tool_template}")
 
     def encode_chat(self, chat: ChatText) -> list[int]:
         """Return the token ids of a chat: its marks become control tokens, text that looks like a mark stays
@@ -134,11 +130,18 @@ class Tokenizer:
         Raises:
             ValueError: see `encode`.
         """
-        with _whole_characters():
-            token_ids = self._chat_backends.encode(chat)
+        token_ids = self._encode_chat(chat)
         start = self.encode("")[:1]
         has_start = not start or start[0] != self.bos_token_id or token_ids[:1] == start
         return token_ids if has_start else start + token_ids
+
+    def _encode_chat(self, chat: ChatText) -> list[int]:
+        try:
+            return self._chat_backends.encode(chat)
+        except TypeError:
+            raise ValueError(
+                "The text holds half of a surrogate pair, which is not a character: remove it."
+            ) from None
 
     @cached_property
     def _chat_backends(self) -> ChatBackends:
