@@ -34,6 +34,7 @@ import torch
 
 from benchmarks.shown import model_arguments
 from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
+from neo_desktop.app.llamacpp.gguf_writer import ARCHITECTURES, write_gguf
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -45,7 +46,6 @@ from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.gguf.writer import ARCHITECTURES, write_gguf
 from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 
 PROGRAM = shutil.which(os.environ.get("LLAMA_SERVER", "llama-server")) or "llama-server"

@@ -1,39 +1,14 @@
 """Checkpoints: a Hugging Face folder or a GGUF file."""
 
 from pathlib import Path
-from typing import Protocol
 
-from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.missing import is_model_folder, why_missing, why_no_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
-from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.weights import Weights
 
-
-class Checkpoint(Protocol):
-    """A checkpoint on disk. Each part is read on demand; reading raises ModelError for unusable content."""
-
-    @property
-    def path(self) -> Path:
-        """Path of the folder or file."""
-
-    @property
-    def name(self) -> str:
-        """The model's name, from the path."""
-
-    def config(self) -> ModelConfig:
-        """Return the model's configuration."""
-
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, with the chat template."""
-
-    def weights(self) -> Weights:
-        """Return the weights; only headers are read."""
-
-    def read_ahead(self) -> None:
-        """Start reading the weights into the page cache in the background."""
+Checkpoint = SafetensorsFolder | GGUFCheckpoint
+"""A checkpoint on disk. Each part is read on demand; reading raises ModelError for unusable content."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -44,12 +44,21 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()  # recommendations that the engine does not follow
 
     @classmethod
-    def from_json(cls, file: JsonFile) -> "GenerationDefaults":
-        """Read generation_config.json. Raise ModelError for a value of the wrong type."""
-        top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
+    def from_json(cls, file: JsonFile, names: Mapping[str, str] | None = None) -> "GenerationDefaults":
+        """Read the recommendations, without values outside `SAMPLING_BOUNDS`.
+
+        Args:
+            file: generation_config.json, or other metadata.
+            names: parameter -> its key in the file, where they differ.
+
+        Raise ModelError for a value of the wrong type.
+        """
+        keys = {name: (names or {}).get(name, name) for name in (*limits.SAMPLING_BOUNDS, "top_k")}
+        given = {name: key for name, key in keys.items() if file.raw(key) is not None}
+        top_k = file.integer(given.pop("top_k"), minimum=0) if "top_k" in given else None
         others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
         return cls.within_bounds(
-            {name: _number(file, name) for name in limits.SAMPLING_BOUNDS},
+            {name: file.number(key, allow_zero=True) for name, key in given.items()},
             do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
             top_k=top_k,
             ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
@@ -76,10 +85,6 @@ class GenerationDefaults:
             ignored=(*ignored, *(f"{name} of {values[name]:g}" for name in outside)),
             **{name: value for name, value in values.items() if name not in outside},
         )
-
-
-def _number(file: JsonFile, key: str) -> float | None:
-    return None if file.raw(key) is None else file.number(key, allow_zero=True)
 
 
 class Matrix(NamedTuple):
@@ -128,6 +133,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation: GenerationDefaults = GenerationDefaults()
+    state_shapes: tuple[tuple[int, ...], ...] = ()  # a request's states in recurrent layers, float32
+    depth: int = 0  # layers, those without attention included; 0: all have attention
+    table: tuple[tuple[str, Matrix], ...] = ()  # matrices, where they are not those of the decoder here
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -207,12 +215,7 @@ class ModelConfig:
     @property
     def num_layers_in_all(self) -> int:
         """Layers, those without attention included."""
-        return self.num_layers
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a request's states in recurrent layers, float32."""
-        return ()
+        return self.depth or self.num_layers
 
     @property
     def state_bytes(self) -> int:
@@ -230,6 +233,8 @@ class ModelConfig:
 
     @property
     def matrices(self) -> dict[str, Matrix]:
+        if self.table:
+            return dict(self.table)
         hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
         table = {
             "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
@@ -260,7 +265,8 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Distinct parameters; tied embeddings count once."""
-        norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
+        norms = (2 * self.num_layers_in_all + 1) * self.hidden_size
+        norms += self.num_layers * self.qk_norm * 2 * self.head_dim
         sinks = self.num_layers * self.num_heads if self.attention_sinks else 0
         matrices = sum(m.copies * m.weights for m in self.matrices.values())
         return self.vocab_size * self.hidden_size + norms + sinks + matrices
@@ -282,7 +288,7 @@ class ModelConfig:
         vocab, hidden = self.vocab_size, self.hidden_size
         others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
         matrices = sum(form.named(name).nbytes(m.rows, m.columns, dtype) for name, m in self.each_matrix())
-        embedding = form.embedding_bytes(vocab, hidden, dtype)
+        embedding = form.named("embedding").nbytes(vocab, hidden, dtype)
         return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedLinear
-from neo_desktop.models.linear.protocol import Linear, WeightFormat
+from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 
 
@@ -60,6 +60,15 @@ TURN = ("output", "gate_up", "down", "qkv")
 """The matrices between the attention of two layers, in order. The last one belongs to the next layer."""
 
 
+def empty_embedding(
+    form: WeightFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Embedding:
+    """Return an embedding to be loaded; a tied head is the same object."""
+    embedding = form.named("embedding").empty(rows, columns, has_bias=False, dtype=dtype, device=device)
+    assert isinstance(embedding, Embedding)
+    return embedding
+
+
 class Decoder:
     """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.
 
@@ -96,7 +105,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.embedding = form.embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.embedding = empty_embedding(form, config.vocab_size, config.hidden_size, dtype, device)
         normed_heads = config.num_heads + config.num_kv_heads
         self.layers = [
             LayerWeights(
@@ -111,33 +120,24 @@ class Decoder:
             for index in range(config.num_layers)
         ]
         self.final_norm = empty(config.hidden_size)
-        self.lm_head: Linear
-        if not config.tie_word_embeddings:
-            self.lm_head = linear("head")
-        elif isinstance(self.embedding, Tensor):
-            self.lm_head = form.tied(self.embedding)
-        else:
-            self.lm_head = self.embedding
+        self.lm_head: Linear = self.embedding if config.tie_word_embeddings else linear("head")
         self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:
         """Return the bytes of the weights per device."""
-        memory = Counter[torch.device]()
-        for linear in self.linears():
+        memory = Counter({self.device: sum(tensor.nbytes for tensor in self._others())})
+        for linear in dict.fromkeys((self.embedding, *self.linears())):
             memory.update(linear.memory())
-        tensors = [self.final_norm]
-        if not self.config.tie_word_embeddings:
-            if isinstance(self.embedding, Tensor):
-                tensors.append(self.embedding)
-            else:
-                memory.update(self.embedding.memory())
-        for weights in self.layers:
-            tensors += [weights.input_norm, weights.post_attention_norm]
-            tensors += [tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None]
-        memory[self.device] += sum(tensor.nbytes for tensor in tensors)
         return dict(memory)
+
+    def _others(self) -> Iterator[Tensor]:
+        """Yield the weights outside linear layers."""
+        yield self.final_norm
+        for weights in self.layers:
+            yield from (weights.input_norm, weights.post_attention_norm)
+            yield from (tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None)
 
     @property
     def sinks(self) -> list[Tensor] | None:
@@ -147,10 +147,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
         """Write the embeddings of tokens `[n]` to `out` `[n, hidden]`."""
-        if isinstance(self.embedding, Tensor):
-            torch.index_select(self.embedding, 0, token_ids, out=out)
-        else:
-            self.embedding.look_up(token_ids, out)
+        self.embedding.look_up(token_ids, out)
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ They never synchronise with the host, so CUDA graphs can capture them. `engine.k
 same operators as Triton kernels.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,19 +55,29 @@ class ExpertScratch(NamedTuple):
         experts = config.experts
         if experts is None:
             return None
-        pairs, intermediate = min(rows, ROWS_AT_ONCE) * experts.per_token, experts.intermediate_size
+        sizes = experts.per_token, experts.intermediate_size, config.hidden_size
+        return cls.of_sizes(rows, experts.count, *sizes, dtype, device)
+
+    @classmethod
+    def of_sizes(
+        cls,
+        rows: int,
+        count: int,
+        per_token: int,
+        intermediate: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "ExpertScratch":
+        """Allocate uninitialised tensors for these sizes."""
+        pairs = min(rows, ROWS_AT_ONCE) * per_token
 
         def room(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=device)
 
-        return cls(
-            room(rows, experts.count),
-            Choice.empty(rows, experts.per_token, device),
-            room(pairs, 2 * intermediate),
-            room(pairs, intermediate),
-            room(pairs, config.hidden_size),
-            experts.per_token,
-        )
+        choice = Choice.empty(rows, per_token, device)
+        rooms = room(pairs, 2 * intermediate), room(pairs, intermediate), room(pairs, hidden)
+        return cls(room(rows, count), choice, *rooms, per_token)
 
     def first(self, rows: int) -> "ExpertScratch":
         """Return views for the first rows."""
@@ -74,6 +85,15 @@ class ExpertScratch(NamedTuple):
         gate_up, gated, products = (tensor[:pairs] for tensor in (self.gate_up, self.gated, self.products))
         choice = self.choice.rows(slice(rows))
         return ExpertScratch(self.logits[:rows], choice, gate_up, gated, products, self.per_token)
+
+
+def passes(
+    x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, ExpertScratch, Tensor]]:
+    """Yield the same arguments for at most `ROWS_AT_ONCE` rows at a time."""
+    for first in range(0, len(x), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        yield x[rows], ids[rows], weights[rows], room.first(len(x[rows])), out[rows]
 
 
 def ids_among(ids: Tensor, first: int, count: int) -> Tensor:

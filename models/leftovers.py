@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable
-from typing import Protocol
+
+from neo_desktop.models.stored_tensor import StoredTensor
 
 # RoPE frequencies, cos, sin and position ids: current code computes them.
 _BUFFERS = re.compile(
@@ -16,13 +17,7 @@ _PREDICTS_MORE = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|
 _MTP_MODULE = re.compile(r"(?:^|\.)(mtp\w*)(?:\.(?:layers\.)?(\d+))?(?=\.|$)")
 
 
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes, rows first."""
-
-
-def is_buffer(name: str, stored: _Shaped, ignored: Iterable[re.Pattern[str]] = ()) -> bool:
+def is_buffer(name: str, stored: StoredTensor, ignored: Iterable[re.Pattern[str]] = ()) -> bool:
     """Return True if a tensor without a parameter is a buffer that its model recomputes.
 
     Args:

@@ -5,13 +5,14 @@ it without reading the routing back to the host, so CUDA graphs can capture them
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
-from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch, ids_among
+from neo_desktop.models.expert_operators import ExpertScratch, ids_among, passes
 from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
 from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.offloaded import OffloadedLinear
@@ -106,12 +107,10 @@ class MoE:
     def multiply_on_device(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Write the results of the device's experts to `out` `[n, hidden]`, which must not alias x."""
         assert self._on_device is not None
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            ids, weights, _ = room.choice.rows(rows)
-            if self.on_host is not None:
-                ids = ids_among(ids, 0, self._num_resident)
-            self._on_device(x[rows], ids, weights, room.first(len(x[rows])), out[rows])
+        ids, weights, _ = room.choice
+        for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
+            among = own if self.on_host is None else ids_among(own, 0, self._num_resident)
+            self._on_device(some, among, shares, scratch, into)
 
     def multiply_piece(
         self,
@@ -136,11 +135,10 @@ class MoE:
             adds: add to `out` instead of overwriting it.
         """
         experts = piece.unpacked(staged, numbers, self._config.gating)
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            ids, weights, _ = room.choice.rows(rows)
-            own, scratch = ids_among(ids, piece.first, piece.count), room.first(len(x[rows]))
-            self._operators.multiply_experts(experts, x[rows], own, weights, scratch, out[rows], adds)
+        ids, weights, _ = room.choice
+        for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
+            among = ids_among(own, piece.first, piece.count)
+            self._operators.multiply_experts(experts, some, among, shares, scratch, into, adds)
 
     def multiply_on_host(
         self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
@@ -155,20 +153,8 @@ class MoE:
             out: [n, hidden]
         """
         assert self.on_host is not None
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            first_rows = room.first(len(x[rows]))
-            scratch = first_rows.gate_up, first_rows.gated, first_rows.products
-            native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
-
-    def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
-        """Compute the network on x `[n, hidden]`, into `out` `[n, hidden]`, which must not alias x.
-
-        All experts must be on the device.
-        """
-        assert self.on_host is None
-        self.route(x, room)
-        self.multiply_on_device(x, room, out)
+        for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
+            _multiply_packed(self.on_host, some, own, shares, scratch, into)
 
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
@@ -202,13 +188,14 @@ def multiply_of(
     """
     gate, up, down = matrices
     if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        packed = _packed(count, gate.native, up.native, down.native, gating)
-
-        def by_native(x: Tensor, ids: Tensor, shares: Tensor, room: ExpertScratch, out: Tensor) -> None:
-            native.multiply_experts(packed, x, ids, shares, room.gate_up, room.gated, room.products, out)
-
-        return by_native
+        return partial(_multiply_packed, _packed(count, gate.native, up.native, down.native, gating))
     gates = stacked(gate, count)
     ups = gates if up is gate else stacked(up, count)
     experts = StackedExperts(count, gates, ups, stacked(down, count), gating)
     return lambda *arguments: operators.multiply_experts(experts, *arguments)
+
+
+def _multiply_packed(
+    packed: native.PackedExperts, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
+) -> None:
+    native.multiply_experts(packed, x, ids, weights, room.gate_up, room.gated, room.products, out)

@@ -3,9 +3,12 @@
 The module implements `operators.Operators`; `operators` documents the functions.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models import operators
 from neo_desktop.models.operators import choose_experts, multiply_experts, write_rows
 from neo_desktop.models.recurrent import Spans
 
@@ -59,18 +62,4 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor |
     native.rope(heads, cos[:, 0], sin[:, 0], qk_norm, eps)
 
 
-def rope_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qk_norm: Tensor | None,
-    eps: float,
-) -> None:
-    """Rotate as `rope` does, and store keys and values in the cache."""
-    kv_heads, head_dim = k_cache.shape[2:]
-    rope(qkv, cos, sin, kv_heads, qk_norm, eps)
-    heads = qkv.view(len(qkv), -1, head_dim)
-    write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
+rope_append = partial(operators.rope_append, rotate=rope)

@@ -5,7 +5,6 @@ The list has three readers: `Stages.advance` runs it, `Stages.steps` cuts it at 
 carries out itself, and `row_program` compiles it for a CPU to one native call.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,149 +65,102 @@ Cut = Product | DividedExperts | Callable[[], object]
 """What the engine carries out: overlapped parts, or an all-reduce between graphs."""
 
 
-class Op(ABC):
-    """An operation on a state's buffers."""
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operation on a state's buffers.
 
-    @abstractmethod
-    def run(self, state: State, store: Store | None) -> None:
-        """Compute it; `store`: target of keys and values."""
+    Args:
+        run: computes it; its second argument is the target of keys and values.
+        step: the same in a row program; None: there is none.
+        cut: returns what the engine carries out instead of `run`; None: nothing.
+        offloaded: name in `TURN` and matrix of an offloaded matmul.
+    """
 
-    def cut(self, state: State) -> Cut | None:
-        """Return what the engine carries out instead of `run`; None: nothing."""
-        return None
-
-    def row_step(self) -> native.Step | None:
-        """Return the operation as a step of a row program; None: it has none."""
-        return None
+    run: Callable[[State, Store | None], object]
+    step: native.Step | None = None
+    cut: Callable[[State], Cut] | None = None
+    offloaded: tuple[str, OffloadedLinear] | None = None
 
 
-class Matmul(Op):
-    """`out = x @ weight.T + bias`.
+def matmul(name: str, linear: Linear, x: str, out: str) -> Op:
+    """Return `out = x @ weight.T + bias`.
 
     Args:
         name: one of `TURN`.
         x: name of the input in a state.
         out: name of the output.
     """
+    input_of, output_of = attrgetter(x), attrgetter(out)
 
-    def __init__(self, name: str, linear: Linear, x: str, out: str) -> None:
-        self.name, self.linear = name, linear
-        self._columns = COLUMNS[x], COLUMNS[out]
-        self._x, self._out = attrgetter(x), attrgetter(out)
+    def run(state: State, _: Store | None) -> None:
+        linear.multiply(input_of(state).flatten(1), output_of(state))
 
-    def run(self, state: State, store: Store | None) -> None:
-        self.linear.multiply(self._x(state).flatten(1), self._out(state))
-
-    def cut(self, state: State) -> Cut | None:
-        if not isinstance(self.linear, OffloadedLinear):
-            return None
-        return Product(self.name, self.linear, self._x(state).flatten(1), self._out(state))
-
-    def row_step(self) -> native.Step | None:
-        if not isinstance(self.linear, PackedMatrix):
-            return None
-        (x, out), matrix = self._columns, self.linear
-        return native.Step(
-            "multiply", (x,), out, matrix.rows, groups=matrix.packed_parts[0].columns, matrix=matrix.native
+    if isinstance(linear, OffloadedLinear):
+        matrix = linear
+        return Op(
+            run,
+            cut=lambda state: Product(name, matrix, input_of(state).flatten(1), output_of(state)),
+            offloaded=(name, matrix),
         )
+    if not isinstance(linear, PackedMatrix):
+        return Op(run)
+    columns = linear.packed_parts[0].columns
+    into = COLUMNS[out]
+    step = native.Step("multiply", (COLUMNS[x],), into, linear.rows, groups=columns, matrix=linear.native)
+    return Op(run, step)
 
 
-@dataclass(frozen=True, slots=True)
-class AddNorm(Op):
-    """`residual += x`, then RMSNorm of the sum."""
+def add_norm(operators: Operators, weight: Tensor, eps: float) -> Op:
+    """Return `residual += x`, then RMSNorm of the sum."""
 
-    operators: Operators
-    weight: Tensor
-    eps: float
+    def run(state: State, _: Store | None) -> None:
+        operators.add_rms_norm(state.x, state.residual, weight, eps, state.scratch.normed)
 
-    def run(self, state: State, store: Store | None) -> None:
-        self.operators.add_rms_norm(state.x, state.residual, self.weight, self.eps, state.scratch.normed)
-
-    def row_step(self) -> native.Step:
-        sources, into = (COLUMNS["residual"], COLUMNS["x"]), COLUMNS["scratch.normed"]
-        return native.Step(
-            "add_rms_norm", sources, into, len(self.weight), number=self.eps, weights=(self.weight,)
-        )
+    sources, into = (COLUMNS["residual"], COLUMNS["x"]), COLUMNS["scratch.normed"]
+    return Op(run, native.Step("add_rms_norm", sources, into, len(weight), number=eps, weights=(weight,)))
 
 
-@dataclass(frozen=True, slots=True)
-class Gate(Op):
-    """SwiGLU's activation."""
-
-    operators: Operators
-    width: int
-
-    def run(self, state: State, store: Store | None) -> None:
-        self.operators.silu_mul(state.scratch.gate_up, state.scratch.gated)
-
-    def row_step(self) -> native.Step:
-        return native.Step("silu_mul", (COLUMNS["scratch.gate_up"],), COLUMNS["scratch.gated"], self.width)
+def gate(operators: Operators, width: int) -> Op:
+    """Return SwiGLU's activation."""
+    step = native.Step("silu_mul", (COLUMNS["scratch.gate_up"],), COLUMNS["scratch.gated"], width)
+    return Op(lambda state, _: operators.silu_mul(state.scratch.gate_up, state.scratch.gated), step)
 
 
-@dataclass(frozen=True, slots=True)
-class Rotate(Op):
-    """RoPE of queries and keys; with `store`, keys and values go to a cache."""
+def rotate(operators: Operators, config: ModelConfig, norm: Tensor | None) -> Op:
+    """Return RoPE of queries and keys, which stores keys and values in a cache if there is one.
 
-    operators: Operators
-    config: ModelConfig
-    norm: Tensor | None  # of queries and keys, see `operators.rope_append`
+    Args:
+        norm: of queries and keys, see `operators.rope_append`.
+    """
+    eps, width = config.rms_norm_eps, config.head_dim
 
-    def run(self, state: State, store: Store | None) -> None:
-        norm, config = (self.norm, self.config.rms_norm_eps), self.config
+    def run(state: State, store: Store | None) -> None:
         if store is None:
-            self.operators.rope(state.qkv, state.cos, state.sin, config.num_kv_heads, *norm)
+            operators.rope(state.qkv, state.cos, state.sin, config.num_kv_heads, norm, eps)
         else:
-            self.operators.rope_append(state.qkv, state.cos, state.sin, *store, *norm)
+            operators.rope_append(state.qkv, state.cos, state.sin, *store, norm, eps)
 
-    def row_step(self) -> native.Step:
-        config, width = self.config, self.config.head_dim
-        return native.Step(
-            "rope",
-            (Columns(COS), Columns(SIN)),
-            Columns(QKV, 0, width),
-            width,
-            groups=config.num_heads + config.num_kv_heads,
-            number=config.rms_norm_eps,
-            weights=() if self.norm is None else (self.norm,),
-        )
+    heads, weights = config.num_heads + config.num_kv_heads, () if norm is None else (norm,)
+    angles, into = (Columns(COS), Columns(SIN)), Columns(QKV, 0, width)
+    return Op(run, native.Step("rope", angles, into, width, groups=heads, number=eps, weights=weights))
 
 
-@dataclass(frozen=True, slots=True)
-class Route(Op):
-    """Selection of experts for every row."""
+def experts(moe: MoE) -> list[Op]:
+    """Return the selection of experts for every row, and the selected experts."""
 
-    moe: MoE
+    def run(state: State, _: Store | None) -> None:
+        moe.multiply_on_device(state.scratch.normed, _room(state), state.x)
 
-    def run(self, state: State, store: Store | None) -> None:
-        self.moe.route(state.scratch.normed, _room(state))
+    def cut(state: State) -> Cut:
+        return DividedExperts(moe, state.scratch.normed, _room(state), state.x)
 
-
-@dataclass(frozen=True, slots=True)
-class RoutedExperts(Op):
-    """The selected experts of every row."""
-
-    moe: MoE
-
-    def run(self, state: State, store: Store | None) -> None:
-        self.moe.multiply_on_device(state.scratch.normed, _room(state), state.x)
-
-    def cut(self, state: State) -> Cut | None:
-        if self.moe.on_host is None:
-            return None
-        return DividedExperts(self.moe, state.scratch.normed, _room(state), state.x)
+    route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)))
+    return [route, Op(run, cut=None if moe.on_host is None else cut)]
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduce(Op):
-    """Sum of `x` over the tensor-parallel ranks."""
-
-    reduce: Reduce
-
-    def run(self, state: State, store: Store | None) -> None:
-        self.reduce(state.x)
-
-    def cut(self, state: State) -> Cut:
-        return partial(self.reduce, state.x)
+def all_reduce(reduce: Reduce) -> Op:
+    """Return the sum of `x` over the tensor-parallel ranks."""
+    return Op(lambda state, _: reduce(state.x), cut=lambda state: partial(reduce, state.x))
 
 
 def _room(state: State) -> ExpertScratch:
@@ -218,7 +170,7 @@ def _room(state: State) -> ExpertScratch:
 
 def row_program(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> RowProgram | None:
     """Compile a stage to one native call, which wakes the threads once; None: an operation has no step."""
-    steps = [step for op in ops if (step := op.row_step()) is not None]
+    steps = [op.step for op in ops if op.step is not None]
     if len(steps) < len(ops):
         return None
     hidden, intermediate = config.hidden_size, config.intermediate_size

@@ -28,16 +28,15 @@ from neo_desktop.models.moe import moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.ops import (
     MAX_ROWS,
-    AddNorm,
-    AllReduce,
     Cut,
-    Gate,
-    Matmul,
     Op,
     Reduce,
-    Rotate,
-    Route,
-    RoutedExperts,
+    add_norm,
+    all_reduce,
+    experts,
+    gate,
+    matmul,
+    rotate,
     row_program,
 )
 from neo_desktop.models.state import State
@@ -96,10 +95,10 @@ class Stages:
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         """The offloaded matrices, by stage and by name in `TURN`, in the order of their use."""
         return {
-            (index, op.name): op.linear
+            (index, op.offloaded[0]): op.offloaded[1]
             for index, ops in enumerate(self._ops)
             for op in ops
-            if isinstance(op, Matmul) and isinstance(op.linear, OffloadedLinear)
+            if op.offloaded is not None
         }
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
@@ -133,11 +132,10 @@ class Stages:
         """
         work: list[Callable[[], object]] = []
         for op in self._ops[index]:
-            cut = op.cut(state)
-            if cut is None:
+            if op.cut is None:
                 work.append(partial(op.run, state, store))
             else:
-                yield Step(partial(_run, tuple(work)) if work else None, cut)
+                yield Step(partial(_run, tuple(work)) if work else None, op.cut(state))
                 work.clear()
         if work:
             yield Step(partial(_run, tuple(work)), None)
@@ -146,25 +144,25 @@ class Stages:
         """Return the operations of a stage."""
         ops: list[Op] = []
         operators, config, layers = self._operators, self.config, self.decoder.layers
-        norm = partial(AddNorm, operators, eps=config.rms_norm_eps)
-        sums = [] if self._reduce is None else [AllReduce(self._reduce)]
+        norm = partial(add_norm, operators, eps=config.rms_norm_eps)
+        sums = [] if self._reduce is None else [all_reduce(self._reduce)]
         if index > 0:
             layer = layers[index - 1]
-            ops += [Matmul("output", layer.output, "attention", "x"), *sums]
-            ops += [norm(weight=layer.post_attention_norm)]
+            ops += [matmul("output", layer.output, "attention", "x"), *sums]
+            ops += [norm(layer.post_attention_norm)]
             if isinstance(layer.mlp, GatedMLP):
                 ops += [
-                    Matmul("gate_up", layer.mlp.gate_up, "scratch.normed", "scratch.gate_up"),
-                    Gate(operators, config.intermediate_size),
-                    Matmul("down", layer.mlp.down, "scratch.gated", "x"),
+                    matmul("gate_up", layer.mlp.gate_up, "scratch.normed", "scratch.gate_up"),
+                    gate(operators, config.intermediate_size),
+                    matmul("down", layer.mlp.down, "scratch.gated", "x"),
                 ]
             else:
-                ops += [Route(self.moe_layers[index - 1]), RoutedExperts(self.moe_layers[index - 1])]
+                ops += experts(self.moe_layers[index - 1])
             ops += sums
         if index < config.num_layers:
             layer = layers[index]
-            ops += [norm(weight=layer.input_norm), Matmul("qkv", layer.qkv, "scratch.normed", "qkv")]
-            ops += [Rotate(operators, config, layer.qk_norm)]
+            ops += [norm(layer.input_norm), matmul("qkv", layer.qkv, "scratch.normed", "qkv")]
+            ops += [rotate(operators, config, layer.qk_norm)]
         return ops
 
     def heads(self, state: State) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import expert_names
@@ -12,7 +11,7 @@ from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
-from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
+from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
 from neo_desktop.models.stored_tensor import FLOATS
@@ -81,19 +80,6 @@ class StoredForm(Dense):
         if not self.parts:
             return Dense.empty(self, rows, columns, has_bias=has_bias, dtype=dtype, device=device)
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
-        return self._packed(columns, bias, dtype, device)
-
-    def embedding(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | Embedding:
-        form = self.named("embedding")
-        if not form.parts:
-            return Dense.embedding(self, rows, columns, dtype, device)
-        return form._packed(columns, None, dtype, device)
-
-    def _packed(
-        self, columns: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
-    ) -> Quantised | QuantisedOnGPU:
         if self.kernels is None:
             return Quantised(self.parts, columns, bias, dtype, self.room)
         is_stacked = "experts_" in self.name
@@ -106,9 +92,6 @@ class StoredForm(Dense):
         if self.kernels is None:
             return sum(quantised.packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
         return sum(grouped.packed_bytes(part.type_name, part.rows, columns) for part in merged(self.parts))
-
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return self.named("embedding").nbytes(rows, columns, dtype)
 
     def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
         if not self.parts:

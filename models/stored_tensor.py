@@ -1,7 +1,9 @@
 """A tensor of a checkpoint, still in its file: the same for all formats."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -51,6 +53,12 @@ class StoredTensor:
         pieces = [piece for _, piece in self.pieces()]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def part(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> "StoredTensor":
+        """Return a part of the numbers as floats; `take`: of the whole tensor, in the part's shape."""
+        nbytes = self.nbytes * prod(shape) // max(prod(self.shape), 1)
+        pieces = partial(_taken, self, take)
+        return replace(self, name=name, shape=shape, nbytes=nbytes, pieces=pieces, blocks=None)
+
     def sides(self) -> tuple[int, int]:
         """Return rows and columns. Raise ModelError if it is not a matrix, or empty."""
         if len(self.shape) != 2 or 0 in self.shape:
@@ -68,3 +76,7 @@ class StoredTensor:
                 f"{self.name} in {self.file} has the shape {list(self.shape)} in {self.type_name}, but its "
                 f"matrix needs {wanted} in {' or '.join(types)}: download the model again."
             )
+
+
+def _taken(whole: StoredTensor, take: Callable[[Tensor], Tensor]) -> Rows:
+    yield 0, take(whole.read())

@@ -54,10 +54,7 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     config = decoder.config
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if isinstance(decoder.embedding, Tensor):
-        yield _tensor("model.embed_tokens.weight", decoder.embedding)
-    else:
-        yield from _parts("model.", decoder.embedding, hidden, {"embed_tokens": config.vocab_size})
+    yield from _parts("model.", decoder.embedding, hidden, {"embed_tokens": config.vocab_size})
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
         yield _tensor(prefix + "input_layernorm.weight", layer.input_norm)
@@ -85,14 +82,9 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
 
 
 def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
-    spec = decoder.spec
-    name = spec.embedding
-    if isinstance(decoder.embedding, Tensor):
-        yield _tensor(name, decoder.embedding)
-    else:
-        vocab, width = spec.parameters[name]
-        (weight,) = _parts("", decoder.embedding, width, {name: vocab})
-        yield replace(weight, name=name)
+    name = decoder.spec.embedding
+    vocab, width = decoder.spec.parameters[name]
+    yield _matrix(name, decoder.embedding, width, slice(0, vocab))
     for name, tensor in decoder.tensors.items():
         yield _tensor(name, tensor)
     for fused, linear in decoder.fused:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -24,7 +25,6 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
-from neo_desktop.models.traced_shapes import TRACED_SHAPES
 from research.traces import load_trace
 
 DTYPE = torch.float16

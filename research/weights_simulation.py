@@ -57,7 +57,6 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.traced_shapes import TracedShape
 from research.cases import gpt_oss, header, opt, quantised, row, traced
 
 DTYPE = torch.float16
@@ -271,7 +270,7 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     if found is None:
         return "does not fit"
     rate, plan = found
-    if isinstance(config, TracedShape) and divides_experts(config, plan):
+    if config.table and divides_experts(config, plan):
         return "does not fit"  # the engine does not divide them
     return f"{rate:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 

@@ -7,6 +7,7 @@ import torch
 from typer import BadParameter
 
 from neo_desktop.app.simulate.options import SimulationOptions
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import EngineOptions
@@ -26,7 +27,6 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
 from neo_desktop.models.stored_form import stored_form, uniform_form
-from neo_desktop.models.traced_shapes import TRACED_SHAPES, TracedShape
 
 PUBLISHED: Mapping[str, ModelConfig] = {**SHAPES, **TRACED_SHAPES}
 
@@ -83,7 +83,7 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
 
 def _check_experts(config: ModelConfig, plan: WeightPlan | None) -> None:
     """Raise MemoryError if experts of a traced model do not fit the GPU."""
-    if isinstance(config, TracedShape) and plan is not None and divides_experts(config, plan):
+    if config.table and plan is not None and divides_experts(config, plan):
         raise MemoryError(
             f"the weights of this model take {(plan.gpu_bytes + plan.host_bytes) / 1e9:.1f} GB, and its "
             "experts must be in GPU memory: choose a smaller model or a larger GPU"

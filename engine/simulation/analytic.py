@@ -133,7 +133,7 @@ def kv_budget(
 def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> tuple[float, float]:
     """Return the weight bytes that a layer and the head read, with matrices in this format."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    embedding = form.embedding_bytes(vocab, hidden, dtype)
+    embedding = form.named("embedding").nbytes(vocab, hidden, dtype)
     untied = 0 if config.tie_word_embeddings else form.named("head").nbytes(vocab, hidden, dtype)
     layers = config.weight_bytes(dtype, form) - embedding - untied - hidden * dtype.itemsize  # the last norm
     return layers / config.num_layers, untied or embedding

@@ -8,5 +8,4 @@
 - `names`: tensors → parameters
 - `tokenizer`: metadata → `Tokenizer`; `pre_tokenizers` has the split patterns of the vocabularies
 - `checkpoint`: loads a model from these parts
-- `writer`: writes GGUF files, for comparisons with llama.cpp
 """

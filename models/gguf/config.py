@@ -31,12 +31,13 @@ _MATRIX_BIASES = {
     "mlp_bias": "blk.0.ffn_down.bias",
 }
 _SIZES = {"context_length": "max_position_embeddings", "feed_forward_length": "intermediate_size"}
-# Key of generation_config.json -> entry in `general.sampling`.
+# Key of generation_config.json -> entry.
 _SAMPLING = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
 }
 
 
@@ -68,16 +69,15 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfi
         "dtype": _stored_dtype(files),
         "eos_token_ids": vocabulary.end_ids,
         "bos_token_id": vocabulary.token_id("bos"),
-        "generation": _generation_defaults(metadata),
+        "generation": GenerationDefaults.from_json(metadata, _SAMPLING),
     }
     if written_family(JsonFile(path, values)) is not None:
         return replace(_written(own, values), **known)
     try:
         config = traced_config(
             Source(path, json.dumps(values), transposed=family.transposed(values)),
-            path.stat().st_mtime_ns,
+            values["max_position_embeddings"],
             architecture=values["architectures"][0],
-            max_context_tokens=values["max_position_embeddings"],
             **known,
         )
         names = TensorNames(config, name, family)
@@ -162,19 +162,6 @@ def _stored_dtype(files: Sequence[GGUFFile]) -> torch.dtype:
         for place in file.tensors.values():
             nbytes[place.type.dtype or torch.bfloat16] += place.nbytes
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.bfloat16)
-
-
-def _generation_defaults(metadata: JsonFile) -> GenerationDefaults:
-    """Return the sampling parameters that the file recommends."""
-    top_k = "general.sampling.top_k"
-    return GenerationDefaults.within_bounds(
-        {
-            ours: metadata.number(key, allow_zero=True)
-            for ours, name in _SAMPLING.items()
-            if (key := f"general.sampling.{name}") in metadata
-        },
-        top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0),
-    )
 
 
 def _without_mixed_types(config: TracedConfig, quantised: Set[str]) -> TracedConfig:

@@ -47,7 +47,7 @@ def _llama(own: Entries) -> Values:
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         "sliding_window": None,
-        **_written_experts(own, "num_local_experts", "intermediate_size"),
+        **experts(own, "num_local_experts", width="intermediate_size"),
     }
 
 
@@ -56,7 +56,7 @@ def _qwen3_moe(own: Entries) -> Values:
     return _written(own) | {
         "mlp_only_layers": dense if len(dense) < own.num_layers else [],
         "norm_topk_prob": True,
-        **_written_experts(own, "num_experts", "moe_intermediate_size"),
+        **experts(own, "num_experts"),
     }
 
 
@@ -65,17 +65,7 @@ def _gpt_oss(own: Entries) -> Values:
     return values | {
         "rope_parameters": {**values["rope_parameters"], "truncate": False},
         "sliding_window": own.integer("attention.sliding_window", 0, minimum=0) or None,
-        **_written_experts(own, "num_local_experts", "intermediate_size"),
-    }
-
-
-def _written_experts(own: Entries, count: str, width: str) -> Values:
-    entry = "expert_feed_forward_length"
-    entry = entry if entry in own else "feed_forward_length"
-    return {
-        count: own.integer("expert_count"),
-        "num_experts_per_tok": own.integer("expert_used_count"),
-        width: own.integer(entry),
+        **experts(own, "num_local_experts", width="intermediate_size"),
     }
 
 

@@ -104,12 +104,18 @@ def unknown_router(own: Entries) -> UnsupportedModelError:
     return UnsupportedModelError(f"{own.path} sets expert_gating_func to a value that is not supported.")
 
 
-def experts(own: Entries, count: str, per_token: str = "num_experts_per_tok") -> dict[str, int]:
+def experts(
+    own: Entries,
+    count: str,
+    per_token: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size",
+) -> dict[str, int]:
     """Return the numbers of experts under these keys of config.json, and their width."""
+    entry = "expert_feed_forward_length"
     return {
         count: own.integer("expert_count"),
         per_token: own.integer("expert_used_count"),
-        "moe_intermediate_size": own.integer("expert_feed_forward_length"),
+        width: own.integer(entry if entry in own else "feed_forward_length"),
     }
 
 

@@ -14,7 +14,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
-from neo_desktop.models.gguf.family import Family, HeadPart, Values
+from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.tensors import GGUFTensor, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.stored_tensor import StoredTensor
@@ -138,7 +138,10 @@ class TensorNames:
         of_kind, prefix = self._orders.get(block[2], {}), f"{self._prefix}{block[1]}."
         part = self._family.by_head.get(block[2])
         if part is not None and len(place.shape) == 3 and prefix + part.end in self._shapes:
-            return [(f"{prefix}{part.end}[{at}]", own, None) for at, own in _of_heads(part, place)]
+            return [
+                (f"{prefix}{part.end}[{head * part.parts + part.place}]", own, None)
+                for head, own in enumerate(_divided(place))
+            ]
         return [
             (prefix + end, place, rows)
             for end, rows in of_kind.items()
@@ -222,18 +225,14 @@ def _of_experts(blocks: list[list[str]], place: TensorPlace) -> Iterator[Target]
     if count != len(blocks[0]) or not shape or shape[0] % len(blocks):
         yield blocks[0][0], place, None  # its shape is refused
         return
-    shape[0] //= len(blocks)
-    nbytes = place.nbytes // count // len(blocks)
-    for block, of_each in enumerate(blocks):
-        for expert, name in enumerate(of_each):
-            offset = place.offset + (expert * len(blocks) + block) * nbytes
-            yield name, replace(place, shape=tuple(shape), offset=offset, nbytes=nbytes), None
+    for index, own in enumerate(_divided(place, len(blocks))):
+        expert, block = divmod(index, len(blocks))
+        yield blocks[block][expert], own, None
 
 
-def _of_heads(part: HeadPart, place: TensorPlace) -> Iterator[tuple[int, TensorPlace]]:
-    """Yield the index of a part of a parameter, and its matrix in the file."""
-    heads, *shape = place.shape
-    nbytes = place.nbytes // heads
-    for head in range(heads):
-        own = replace(place, shape=tuple(shape), offset=place.offset + head * nbytes, nbytes=nbytes)
-        yield head * part.parts + part.place, own
+def _divided(stack: TensorPlace, parts: int = 1) -> Iterator[TensorPlace]:
+    """Yield the matrices of a stack, cut into parts with equal numbers of rows."""
+    count, rows, *others = stack.shape
+    shape, nbytes = (rows // parts, *others), stack.nbytes // count // parts
+    for index in range(count * parts):
+        yield replace(stack, shape=shape, offset=stack.offset + index * nbytes, nbytes=nbytes)

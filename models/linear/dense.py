@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.linear.packed import Room, huge_pages
-from neo_desktop.models.linear.protocol import Embedding, Linear
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
 class Plain:
-    """A `protocol.Linear` with a dense weight."""
+    """A `protocol.Embedding` with a dense weight."""
 
     form = "plain"
 
@@ -34,6 +34,9 @@ class Plain:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
+    def look_up(self, rows: Tensor, out: Tensor) -> None:
+        torch.index_select(self.weight, 0, rows, out=out)
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
@@ -52,26 +55,13 @@ class Dense:
     def parts(self) -> tuple[PartShape, ...]:
         return ()
 
-    def embedding(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | Embedding:
-        if self._is_tiled(columns, device):
-            return Tiles(rows, columns, None, dtype, self.room)
-        return torch.empty(rows, columns, dtype=dtype, device=device)
-
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return Dense.nbytes(self, rows, columns, dtype)
-
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
-        if self._is_tiled(columns, device):
+        if self.uses_tiles and device.type == "cpu" and fits_tiles(columns):
             return Tiles(rows, columns, bias, dtype, self.room)
         return Plain(torch.empty(rows, columns, dtype=dtype, device=device), bias)
-
-    def tied(self, weight: Tensor) -> Linear:
-        return Plain(weight)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Count whole tiles, which a GPU does not need: real models have multiples of 16 rows."""
@@ -81,9 +71,6 @@ class Dense:
 
     def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
         return 0
-
-    def _is_tiled(self, columns: int, device: torch.device) -> bool:
-        return self.uses_tiles and device.type == "cpu" and fits_tiles(columns)
 
 
 DENSE = Dense()

@@ -23,7 +23,7 @@ from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.packed import TILE_ROWS
-from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
+from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import Part, PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.shares import UNMEASURED
@@ -284,17 +284,6 @@ class OffloadedFormat:
     def of_rows(self, rows: slice) -> WeightFormat:
         """Return the device's format: a part of a matrix is not offloaded again."""
         return self.device_form.of_rows(rows)
-
-    def embedding(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | Embedding:
-        return self.device_form.embedding(rows, columns, dtype, device)
-
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        return self.device_form.embedding_bytes(rows, columns, dtype)
-
-    def tied(self, weight: Tensor) -> Linear:
-        return self.device_form.tied(weight)
 
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device

@@ -1,7 +1,7 @@
 """The interfaces of linear layers and weight formats."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Linear(Protocol):
         """
 
 
+@runtime_checkable
 class Embedding(Linear, Protocol):
     """A matrix that is also used for lookups."""
 
@@ -49,26 +50,15 @@ class WeightFormat(Protocol):
     """Storage format of a model's matrices."""
 
     def named(self, name: str) -> "WeightFormat":
-        """Return the format of one matrix: "3.qkv" or "head"."""
+        """Return the format of one matrix: "3.qkv", "head" or "embedding", whose layer is an `Embedding`."""
 
     def of_rows(self, rows: slice) -> "WeightFormat":
         """Return the format of consecutive rows of the selected matrix."""
-
-    def embedding(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> "Tensor | Embedding":
-        """Return the embedding, to be loaded. If it is not a tensor, a tied head is the same object."""
-
-    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """Return the bytes of the embedding."""
 
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         """Return a layer to be loaded."""
-
-    def tied(self, weight: Tensor) -> Linear:
-        """Return the head that shares its weight with the embedding."""
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Return the bytes of a weight."""

@@ -6,6 +6,7 @@ rows of gates and ups.
 """
 
 import re
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,11 +43,12 @@ def take_experts(tensors: dict[str, StoredTensor], names: ExpertNames) -> dict[s
             )
         layer = match["prefix"].removesuffix(f".{names.block}")
         end = "bias" if match["end"] == "_bias" else "weight"
+        shape = (source.shape[-1] // len(matrices), *source.shape[1:-1])
         for first, kind in enumerate(matrices):
             for expert, module in enumerate(names.of_each(kind, range(source.shape[0]))):
                 own, rows = f"{layer}.{module}.{end}", slice(first, None, len(matrices))
                 if scales is None:
-                    experts[own] = _in_floats(own, source, expert, rows)
+                    experts[own] = source.part(own, shape, partial(_of_expert, expert, rows))
                 else:
                     experts[own] = _in_blocks(own, source, scales, expert, rows)
     for name, left in tensors.items():
@@ -57,14 +59,8 @@ def take_experts(tensors: dict[str, StoredTensor], names: ExpertNames) -> dict[s
     return experts
 
 
-def _in_floats(name: str, source: StoredTensor, expert: int, rows: slice) -> StoredTensor:
-    count, *columns, all_rows = source.shape
-    shape, nbytes = (all_rows // rows.step, *columns), source.nbytes // count // rows.step
-
-    def pieces() -> Rows:
-        yield 0, source.read()[expert].t()[rows].contiguous()
-
-    return StoredTensor(name, source.file, shape, source.type_name, nbytes, pieces)
+def _of_expert(expert: int, rows: slice, stack: Tensor) -> Tensor:
+    return stack[expert].t()[rows].contiguous()
 
 
 def _in_blocks(

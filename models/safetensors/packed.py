@@ -46,19 +46,17 @@ def packed_tensor(tensors: dict[str, StoredTensor], module: str, scheme: Packed)
             raise ModelError(f"{numbers.file.parent} lacks {module}.{kind}: complete the download.")
     assert scales is not None
     per_word = 32 // scheme.bits
-    down, across = numbers.sides()
-    rows, columns = {
-        Layout.AWQ: (across * per_word, down),
-        Layout.GPTQ: (across, down * per_word),
-        Layout.COMPRESSED: (down, across * per_word),
-    }[scheme.layout]
+    rows, columns = numbers.sides() if scheme.is_upright else numbers.sides()[::-1]
+    if scheme.layout is Layout.AWQ:
+        rows *= per_word
+    else:
+        columns *= per_word
     count = -(-columns // (scheme.group_size or columns))
-    words = -(-rows // per_word)
-    is_upright = scheme.layout is Layout.COMPRESSED
+    of_scales, of_zeros = (rows, count), (-(-rows // per_word), count)
     numbers.check([numbers.shape], ("I32",))
-    scales.check([(rows, count) if is_upright else (count, rows)], FLOATS)
+    scales.check([of_scales if scheme.is_upright else of_scales[::-1]], FLOATS)
     if zeros is not None:
-        zeros.check([(words, count) if is_upright else (count, words)], ("I32",))
+        zeros.check([of_zeros if scheme.is_upright else of_zeros[::-1]], ("I32",))
     if groups is not None:
         groups.check([(columns,)], ("I32", "I64"))
     matrix = _Matrix(scheme, numbers, scales, zeros, groups, (rows, columns))
@@ -136,26 +134,25 @@ class _Matrix:
         """
         rows, columns = self.shape
         scheme, per_word = self.scheme, 32 // self.scheme.bits
-        numbers, scales = self.numbers.read(), self.scales.read()
-        stored_zeros = None if self.zeros is None else self.zeros.read()
+        numbers, scales = self._upright(self.numbers), self._upright(self.scales)
+        stored_zeros = None if self.zeros is None else self._upright(self.zeros)
         step = max(PIECE_ELEMENTS // columns // unit, 1) * unit
         for first in range(0, rows, step):
             end = min(first + step, rows)
             words = slice(first // per_word, -(-end // per_word))
-            match scheme.layout:
-                case Layout.AWQ:
-                    part = _along_columns(numbers[:, words], scheme)
-                case Layout.GPTQ:
-                    part = _along_rows(numbers[:, first:end].T, scheme)
-                case Layout.COMPRESSED:
-                    part = _along_rows(numbers[first:end], scheme)
-            is_upright = scheme.layout is Layout.COMPRESSED
-            row_scales = scales[first:end] if is_upright else scales[:, first:end].T
+            if scheme.layout is Layout.AWQ:
+                part = _along_columns(numbers[words], scheme)
+            else:
+                part = _along_rows(numbers[first:end], scheme)
+            row_scales = scales[first:end]
             zeros = torch.tensor(2.0 ** (scheme.bits - 1)).expand(row_scales.shape)
             if stored_zeros is not None:
-                packed = stored_zeros[words].T if is_upright else stored_zeros[:, words]
-                zeros = self._zeros(_along_columns(packed, scheme)[: end - first], zeros)
+                zeros = self._zeros(_along_columns(stored_zeros[words], scheme)[: end - first], zeros)
             yield first, part, zeros, row_scales.float()
+
+    def _upright(self, tensor: StoredTensor) -> Tensor:
+        """Return a tensor with the matrix's rows first."""
+        return tensor.read() if self.scheme.is_upright else tensor.read().T
 
     def _zeros(self, stored: Tensor, half: Tensor) -> Tensor:
         """Return the effective zeros, `[rows, groups]` float32.
@@ -202,8 +199,8 @@ def _along_rows(words: Tensor, scheme: Packed) -> Tensor:
 
 
 def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
-    """Unpack words that span a column: `[m, n]` int32 -> `[n * 32 / bits, m]` uint8."""
-    upright = words.T.contiguous()
+    """Unpack words that span a column: `[n, m]` int32 -> `[n * 32 / bits, m]` uint8."""
+    upright = words.contiguous()
     places = _AWQ_PLACES if scheme.layout is Layout.AWQ else range(32 // scheme.bits)
     numbers = torch.empty(len(upright), len(places), upright.shape[1], dtype=torch.uint8)
     shifted = torch.empty_like(upright)

@@ -27,6 +27,11 @@ class Packed:
     stored_zero_offset: int = 0  # effective zero minus stored zero
 
     @property
+    def is_upright(self) -> bool:
+        """True if tensors have the matrix's rows first; False: its columns."""
+        return self.layout is Layout.COMPRESSED
+
+    @property
     def type_name(self) -> str:
         """Name for users."""
         group = f", group {self.group_size}" if self.group_size else ""

@@ -1,6 +1,6 @@
 """Builds functions from the pieces of a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import getitem
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
@@ -17,7 +16,7 @@ from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
-from neo_desktop.models.traced.patterns import Finder, Parts, Pattern
+from neo_desktop.models.traced.patterns import Finder, Norm, Part, Pattern
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Rope as RopePattern
 from neo_desktop.models.traced.recurrences import Convolution, Scan
@@ -40,8 +39,8 @@ class Builder:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
         self._root, self._number_of, self._constants = nn.Module(), 0, dict[fx.Node, Tensor]()
         self._spec = decoder.spec
-        self._products: dict[str | None, tuple[Linear, tuple[int, ...], int]] = {
-            weight: (linear, fused.rows, index)
+        self._products: dict[str, Part] = {
+            weight: Part(linear, fused.rows, index)
             for fused, linear in decoder.fused
             for index, weight in enumerate(fused.weights)
         }
@@ -51,7 +50,7 @@ class Builder:
             for each in decoder.spec.moe_layers
         }
         if decoder.spec.head is None:
-            self._products[decoder.spec.embedding] = (decoder.lm_head, (decoder.config.vocab_size,), 0)
+            self._products[decoder.spec.embedding] = Part(decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
         self._patterns = self._found_patterns()
         self._sines = {
@@ -62,12 +61,8 @@ class Builder:
         }
 
     def _found_patterns(self) -> list[list[Pattern]]:
-        parts = Parts()
         nodes = [node for piece in self._cut.pieces for node in piece.nodes]
-        for node in nodes:
-            if name_of(node) == "linear" and (given := self._product(node)) is not None:
-                linear, rows, index = given
-                parts.whole[node], parts.rows[node], parts.index[node] = id(linear), rows, index
+        products = {node: part for node in nodes if (part := self._product(node)) is not None}
         found = []
         for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
             attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
@@ -78,7 +73,7 @@ class Builder:
                 self._cut.rotations,
                 () if before is None else before.carried,
                 (*piece.carried, *attended, *normed),
-                parts,
+                products,
                 self._decoder.dtype,
             )
             found.append(finder.patterns())
@@ -92,10 +87,11 @@ class Builder:
             return [[each for each in patterns if not isinstance(each, RopePattern)] for patterns in found]
         return found
 
-    def _product(self, node: fx.Node) -> tuple[Linear, tuple[int, ...], int] | None:
-        """Return the matrix of a node, the rows of its fused parts, and the node's part."""
-        weight = self._graph.parameters.get(_nodes_of(node)[1])
-        return self._products.get(weight) if weight is not None else None
+    def _product(self, node: fx.Node) -> Part | None:
+        """Return a node's part of a matmul by the decoder; None: another operator or matmul."""
+        if name_of(node) != "linear":
+            return None
+        return self._products.get(self._graph.parameters.get(_nodes_of(node)[1], ""))
 
     def kind(self, index: int) -> tuple[Any, ...]:
         """Return a key that differs for pieces with different patterns."""
@@ -144,9 +140,10 @@ class Builder:
             ropes = _ropes(patterns)
             covered = {node for each in ropes for node in each.covered}
             used = {each for node in piece.nodes if node not in covered for each in node.all_input_nodes}
-            self._unpack(graph, rotation, self._cut.rotations, known, rows, only=used)
             angles = {node for each in ropes for node in (each.cos, each.sin)}
-            self._slice(graph, rotation, angles - used, known)
+            self._unpack(
+                graph, rotation, self._cut.rotations, known, rows, only=used, as_stored=angles - used
+            )
             if piece.attended is not None:
                 known[piece.attended] = attended
         self._copy(graph, piece.nodes, known, rows, patterns)
@@ -198,9 +195,16 @@ class Builder:
         values: tuple[fx.Node, ...],
         known: dict[fx.Node, Any],
         rows: fx.Node,
+        *,
         only: set[fx.Node] | None = None,
+        as_stored: Collection[fx.Node] = (),
     ) -> None:
-        """Cut values out of rows that hold them side by side."""
+        """Cut values out of rows that hold them side by side.
+
+        Args:
+            only: values to cut out; None: all.
+            as_stored: values to cut out without a change of their shape: RoPE's cos and sin.
+        """
         first = 0
         for node in values:
             value, dim = node.meta["val"], row_dim(node)
@@ -208,8 +212,10 @@ class Builder:
             others = [size for at, size in enumerate(value.shape) if at != dim]
             width, is_complex = width_of(node), value.dtype.is_complex
             others += [2] if is_complex else []
-            if only is None or node in only:
-                piece = graph.call_function(torch.narrow, (memory, 1, first, width))
+            piece = graph.call_function(torch.narrow, (memory, 1, first, width))
+            if node in as_stored:
+                known[node] = piece
+            elif only is None or node in only:
                 shaped = (
                     graph.call_method("view", (piece, rows, *others))
                     if len(values) == 1
@@ -221,17 +227,6 @@ class Builder:
                 if not is_complex and (value.dtype is not self._decoder.dtype or memory.name == "rotation"):
                     moved = graph.call_method("to", (moved, value.dtype))
                 known[node] = moved
-            first += width
-
-    def _slice(
-        self, graph: fx.Graph, memory: fx.Node, wanted: set[fx.Node], known: dict[fx.Node, Any]
-    ) -> None:
-        """Pass RoPE's cos and sin in their stored form."""
-        first = 0
-        for node in self._cut.rotations:
-            width = width_of(node)
-            if node in wanted:
-                known[node] = graph.call_function(torch.narrow, (memory, 1, first, width))
             first += width
 
     def _copy(
@@ -262,7 +257,7 @@ class Builder:
             return known[node]
 
         def multiply(node: fx.Node) -> tuple[Any, tuple[int, ...], int] | None:
-            product = self._product(node) if name_of(node) == "linear" else None
+            product = self._product(node)
             if product is None:
                 return None
             linear, rows_of, index = product
@@ -331,34 +326,36 @@ class Builder:
         find: Callable[[fx.Node], Any],
         whole: Callable[[fx.Node], Any],
     ) -> None:
-        module = self._attribute("operator", self._operator(pattern))
+        def call(module: nn.Module, *inputs: Any) -> Any:
+            return graph.call_module(self._attribute("operator", module), inputs)
+
         if isinstance(pattern, GatePattern):
-            known[pattern.root] = graph.call_module(module, (whole(pattern.gate),))
-        elif isinstance(pattern, RopePattern):
-            given = (find(pattern.x), find(pattern.cos), find(pattern.sin))
-            known[pattern.root] = graph.call_module(module, given)
+            known[pattern.root] = call(Gate(self._operators), whole(pattern.gate))
+            return
+        dtype = self._decoder.dtype
+        if isinstance(pattern, RopePattern):
+            flags = {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
+            rope = Rope(None, 0.0, **flags)
+            if pattern.norm is not None:
+                heads = pattern.root.meta["val"].shape[1]
+                weight = self._weight(pattern.norm).to(dtype).expand(heads, -1).contiguous()
+                rope = Rope(weight, pattern.norm.eps, **flags)
+            known[pattern.root] = call(rope, find(pattern.x), find(pattern.cos), find(pattern.sin))
         elif pattern.residual is None or pattern.total is None:
-            known[pattern.root] = graph.call_module(module, (find(pattern.x),))
+            module = RMSNorm(self._weight(pattern), pattern.eps, self._operators, pattern.is_rounded_before)
+            known[pattern.root] = call(module, find(pattern.x))
         else:
-            both = graph.call_module(module, (find(pattern.residual), find(pattern.x)))
+            weight = self._weight(pattern).to(dtype)
+            add_norm = AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
+            both = call(add_norm, find(pattern.residual), find(pattern.x))
             known[pattern.total] = graph.call_function(getitem, (both, 0))
             known[pattern.root] = graph.call_function(getitem, (both, 1))
 
-    def _operator(self, pattern: Pattern) -> nn.Module:
-        if isinstance(pattern, GatePattern):
-            return Gate(self._operators)
-        if isinstance(pattern, RopePattern):
-            norm, flags = pattern.norm, {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
-            if norm is None:
-                return Rope(None, 0.0, **flags)
-            heads = pattern.root.meta["val"].shape[1]
-            weight = self._constants[norm.weight].to(self._decoder.dtype)
-            return Rope(weight.expand(heads, -1).contiguous(), norm.eps, **flags)
-        weight = self._constants[pattern.weight]
-        if pattern.total is not None:
-            weight = weight.to(self._decoder.dtype)
-            return AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
-        return RMSNorm(weight, pattern.eps, self._operators, pattern.is_rounded_before)
+    def _weight(self, norm: Norm) -> Tensor:
+        if norm.weight is not None:
+            return self._constants[norm.weight]
+        value = norm.x.meta["val"]
+        return torch.ones(value.shape[-1], dtype=value.dtype, device=self._decoder.device)
 
     def _attribute(self, kind: str, value: Any) -> str:
         name = f"{kind}_{self._number_of}"

@@ -35,10 +35,6 @@ class TracedConfig(ModelConfig):
         return self.of_model.carried_width
 
     @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.of_model.states
-
-    @property
     def rotation_width(self) -> int:
         return ROTATIONS * self.head_dim
 
@@ -119,18 +115,14 @@ def read_traced(path: Path) -> TracedConfig:
         for section in (file, text):
             if key in section:
                 section.integer(key, maximum=most)
-    from neo_desktop.models.traced.spec import description, spec  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    source, modified_ns = Source(path), config_json.stat().st_mtime_ns
-    spec(source, modified_ns)  # raises if the model is not supported
-    described = description(source, modified_ns)
-    generation = generation_file(path)
+    described, generation = spec(Source(path)), generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
     return traced_config(
-        source,
-        modified_ns,
+        Source(path),
+        described.context_tokens,
         architecture=_architecture(file),
-        max_context_tokens=described.context_tokens,
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
         eos_token_ids=eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
@@ -138,13 +130,10 @@ def read_traced(path: Path) -> TracedConfig:
     )
 
 
-def traced_config(
-    source: Source, modified_ns: int, *, max_context_tokens: int, **stated: Any
-) -> TracedConfig:
+def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> TracedConfig:
     """Return a model's configuration, completed from its code.
 
     Args:
-        modified_ns: time of the source's last change.
         stated: the fields of `ModelConfig` that the code does not determine, see `_STATED`.
 
     Raise ModelError if transformers is not installed or does not know the model, or it cannot be cut into
@@ -152,7 +141,7 @@ def traced_config(
     """
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    found = spec(source, modified_ns)
+    found = spec(source)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
     max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
@@ -172,6 +161,7 @@ def traced_config(
         ),
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
+        state_shapes=found.states,
         source=source,
         of_model=found,
         **stated,
@@ -184,19 +174,17 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
 
 
 def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
-    stated = {name: getattr(config, name) for name in _STATED}
-    modified_ns = source.named.stat().st_mtime_ns
-    return traced_config(source, modified_ns, max_context_tokens=max_context_tokens, **stated)
+    return traced_config(source, max_context_tokens, **{name: getattr(config, name) for name in _STATED})
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:
     """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
     if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
         return config
-    from neo_desktop.models.traced.spec import description  # noqa: PLC0415 - rarely needed
+    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    source, modified_ns = replace(config.source, is_long=True), config.source.named.stat().st_mtime_ns
-    return _changed(config, source, description(source, modified_ns).context_tokens)
+    source = replace(config.source, is_long=True)
+    return _changed(config, source, spec(source).context_tokens)
 
 
 def _architecture(file: JsonFile) -> str:

@@ -1,6 +1,6 @@
 """Cuts a graph at its attention into stages; a minimum cut over bytes selects the values that cross."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.recurrences import ROW_DIMS
-from neo_desktop.models.traced.rows import is_value, name_of, row_dim, tensors_of
+from neo_desktop.models.traced.rows import is_value, name_of, row_dim, tensors_of, width_of
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -68,7 +68,7 @@ def cut(exported: Exported, dtype: torch.dtype) -> Cut:
         attended = attentions[index - 1] if index > 0 else None
         attends = attentions[index] if index >= 0 else None
         if attends is not None:
-            sources = _ancestors(attends, set(left))
+            sources = _ancestors(attends.all_input_nodes, set(left))
         following = attentions[index + 1] if index + 1 < len(attentions) else normed
         taken, crossing = _minimum(left, carried, set(sources), attends, following, dtype)
         nodes = [node for node in left if node in taken and node is not attends]
@@ -102,14 +102,7 @@ def only(order: list[fx.Node], known: set[fx.Node], without: Iterable[fx.Node] =
 
 def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[list[fx.Node], fx.Node]:
     """Return the head with the nodes after it, in order, and its input."""
-    behind, todo = set(), [scores]
-    while todo:
-        node = todo.pop()
-        if node in behind or node not in rest:
-            continue
-        behind.add(node)
-        if name_of(node) != "linear":
-            todo += node.all_input_nodes
+    behind = _ancestors([scores], set(rest), ends=lambda node: name_of(node) == "linear")
     head = [node for node in rest if node in behind]
     products = [node for node in head if name_of(node) == "linear"]
     if len(products) != 1:
@@ -119,14 +112,16 @@ def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[lis
     return head, normed
 
 
-def _ancestors(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    ancestors: set[fx.Node] = set()
-    todo = list(node.all_input_nodes)
+def _ancestors(
+    nodes: list[fx.Node], among: set[fx.Node], ends: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """Return nodes and their ancestors; `ends`: ancestors of a node that it is True for are not followed."""
+    ancestors, todo = set[fx.Node](), list(nodes)
     while todo:
-        each = todo.pop()
-        if each in among and each not in ancestors:
-            ancestors.add(each)
-            todo += each.all_input_nodes
+        node = todo.pop()
+        if node in among and node not in ancestors:
+            ancestors.add(node)
+            todo += () if ends(node) else node.all_input_nodes
     return ancestors
 
 
@@ -192,7 +187,4 @@ def _capacity(node: fx.Node, dtype: torch.dtype) -> dict[str, int]:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype is not dtype or row_dim(node) is None:
         return {}
-    count = 1
-    for size in value.shape:
-        count *= size if isinstance(size, int) else 1
-    return {"capacity": count * dtype.itemsize}
+    return {"capacity": width_of(node) * dtype.itemsize}

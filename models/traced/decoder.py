@@ -1,6 +1,5 @@
 """The weights of a model whose stages are cut out of the code of `transformers`."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.decoder import Decoder, empty_embedding
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
@@ -40,7 +39,8 @@ class TracedDecoder(Decoder):
         self.device = device
         self.spec = of_model
         rows, columns = of_model.parameters[of_model.embedding]
-        self.embedding = form.embedding(rows, columns, dtype, device)
+        self.embedding = empty_embedding(form, rows, columns, dtype, device)
+        self.lm_head = self.embedding
         self.tensors = {
             name: torch.empty(shape, dtype=torch.float32 if name in of_model.wide else dtype, device=device)
             for name, shape in of_model.parameters.items()
@@ -52,10 +52,6 @@ class TracedDecoder(Decoder):
         if of_model.head is not None:
             self.lm_head = self._linear(of_model.head, form.named("head"))
             self.fused.append((of_model.head, self.lm_head))
-        elif isinstance(self.embedding, Tensor):
-            self.lm_head = form.tied(self.embedding)
-        else:
-            self.lm_head = self.embedding
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
         if of_model.sinks:
             self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
@@ -68,16 +64,8 @@ class TracedDecoder(Decoder):
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
         return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
 
-    def memory(self) -> dict[torch.device, int]:
-        memory = Counter[torch.device]()
-        for linear in self.linears():
-            memory.update(linear.memory())
-        if self.spec.head is not None and not isinstance(self.embedding, Tensor):
-            memory.update(self.embedding.memory())
-        elif self.spec.head is not None:
-            memory[self.device] += self.embedding.nbytes  # type: ignore[union-attr]
-        memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
-        return dict(memory)
+    def _others(self) -> Iterator[Tensor]:
+        yield from self.tensors.values()
 
     def linears(self) -> Iterator[Linear]:
         yield from (linear for fused, linear in self.fused if linear is not self.lm_head)

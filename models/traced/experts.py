@@ -1,13 +1,13 @@
 """Mixtures of experts in models of `transformers`: their matrices and matmuls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch, gated
+from neo_desktop.models.expert_operators import ExpertScratch, gated, passes
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import multiply_of
@@ -80,15 +80,11 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
             continue
         del tensors[name]
         rows = stack.shape[1] // len(kinds)
+        shape = (rows, stack.shape[2])
         for index, kind in enumerate(kinds):
+            of_kind = slice(index * rows, (index + 1) * rows)
             for expert, own in enumerate(of_layer.named()[kind].weights):
-                tensors[own] = _part_of_stack(stack, expert, slice(index * rows, (index + 1) * rows))
-
-
-def _part_of_stack(stack: StoredTensor, expert: int, rows: slice) -> StoredTensor:
-    shape = (rows.stop - rows.start, *stack.shape[2:])
-    nbytes = stack.nbytes * shape[0] // (stack.shape[0] * stack.shape[1])
-    return replace(stack, shape=shape, nbytes=nbytes, pieces=lambda: iter([(0, stack.read()[expert, rows])]))
+                tensors[own] = stack.part(own, shape, itemgetter((expert, of_kind)))
 
 
 class ExpertsProduct(nn.Module):
@@ -103,19 +99,8 @@ class ExpertsProduct(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            room = self._room(x[rows], ids.shape[1])
-            self._multiply(x[rows], ids[rows], weights[rows], room, out[rows])
+        sizes = ids.shape[1], self._intermediate, x.shape[1]
+        room = ExpertScratch.of_sizes(len(x), 0, *sizes, x.dtype, x.device)
+        for some in passes(x, ids, weights, room, out):
+            self._multiply(*some)
         return out
-
-    def _room(self, x: Tensor, per_token: int) -> ExpertScratch:
-        pairs = len(x) * per_token
-        return ExpertScratch(
-            x.new_empty(0),
-            Choice.empty(0, per_token, x.device),
-            x.new_empty(pairs, 2 * self._intermediate),
-            x.new_empty(pairs, self._intermediate),
-            x.new_empty(pairs, x.shape[1]),
-            per_token,
-        )

@@ -18,11 +18,7 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        return self.shaped(self.linear.multiply(flat, x.new_empty(len(flat), self.rows)), x)
-
-    def shaped(self, out: Tensor, x: Tensor) -> Tensor:
-        """Return `out` with the leading dimensions of x."""
-        return out.view(*x.shape[:-1], self.rows)
+        return self.linear.multiply(flat, x.new_empty(len(flat), self.rows)).view(*x.shape[:-1], self.rows)
 
 
 class RMSNorm(nn.Module):

@@ -54,17 +54,6 @@ class Exported:
     token_ids: fx.Node
     positions: fx.Node
 
-    def copy(self) -> "Exported":
-        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.output(graph.graph_copy(self.graph, known))
-        return Exported(
-            graph,
-            {known[node]: name for node, name in self.parameters.items()},
-            {known[node]: value for node, value in self.buffers.items()},
-            known[self.token_ids],
-            known[self.positions],
-        )
-
 
 class _Scores(nn.Module):
     def __init__(self, model: Any, calls: Calls) -> None:
@@ -83,10 +72,10 @@ def exported(source: Source, dtype: torch.dtype, spec: TracedSpec) -> Exported:
     """
     aliases, shape = tuple(spec.aliases.items()), HeadShape(spec.kv_heads, spec.head_dim)
     with TRACING:
-        return _exported(source, source.named.stat().st_mtime_ns, dtype, aliases, shape).copy()
+        return _exported(source, source.modified_ns, dtype, aliases, shape)
 
 
-@lru_cache(maxsize=1)  # both `spec` and the stages need it
+@lru_cache(maxsize=1)  # for another decoder of the same model; readers do not change it
 def _exported(
     source: Source,
     _modified_ns: int,

@@ -4,9 +4,9 @@ Narrow KV heads are put side by side in wide ones (Gemma 4: two of 256 in one of
 heads' part of their queries. The rest is padding with zeros, and repetition of KV heads.
 """
 
-from collections.abc import Iterable
+from collections.abc import Set
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,8 @@ class HeadShape(NamedTuple):
     head_dim: int
 
 
-class _Heads(Protocol):
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
-def common_shape(layers: Iterable[_Heads]) -> HeadShape:
-    """Return the smallest shape that holds every layer's heads."""
-    sizes = {(each.kv_heads, each.head_dim) for each in layers}
+def common_shape(sizes: Set[tuple[int, int]]) -> HeadShape:
+    """Return the smallest shape that holds every layer's heads; sizes: (kv_heads, head_dim)."""
     widest = -(-max(dim for _, dim in sizes) // HEAD_UNIT) * HEAD_UNIT
     return HeadShape(lcm(*(count // _together(count, dim, widest) for count, dim in sizes)), widest)
 

@@ -7,26 +7,22 @@ latent to a head's keys and values is multiplied with queries and with attention
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from neo_desktop.models.limits import LARGEST_HEAD
+from neo_desktop.models.traced.sizes import Change
 
 _EXPAND = "expand_kv"  # method of attention in transformers
 
 
-@contextmanager
-def kept_latent(model: nn.Module) -> Iterator[None]:
-    """Make the model's attention hand on latents as keys and values, within the context."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if keeps_latent(module):
-                stack.enter_context(patch.object(module, _EXPAND, _latents))
-        yield
+def latents_kept(model: nn.Module) -> Iterator[Change]:
+    """Yield the changes with which the model's attention hands on latents as keys and values."""
+    for module in model.modules():
+        if keeps_latent(module):
+            yield module, _EXPAND, _latents
 
 
 def keeps_latent(module: Any) -> bool:

@@ -4,7 +4,7 @@ Lowering runs a stage's code once, with addresses in place of numbers. Views and
 every other operator becomes a step that reads some buffers and writes another one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,7 @@ from neo_desktop.models.traced.places import (
     with_addresses,
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
-from neo_desktop.models.traced.row_buffers import RowBuffers
-from neo_desktop.models.traced.row_stages import RowStage
+from neo_desktop.models.traced.row_stages import RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 
@@ -39,7 +38,6 @@ _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
 _FUNCTIONS = frozenset(("softplus", "clamp", "exp"))  # of few numbers: torch computes them
-_ROOT = frozenset(("pow", "mean", "rsqrt"))
 
 
 def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowStage:
@@ -85,7 +83,7 @@ class _Lowering(RowBuffers):
         if node.op == "call_module":
             return self._operate(self._piece.get_submodule(str(node.target)), args)
         name = str(node.target) if node.op == "call_method" else name_of(node)
-        if not any(isinstance(each, (Value, Tensor, _RootMean)) for each in tree_leaves((args, kwargs))) or (
+        if not any(isinstance(each, (Value, Tensor)) for each in tree_leaves((args, kwargs))) or (
             name == "getitem" and isinstance(args[0], tuple)
         ):
             target: Any = node.target
@@ -95,9 +93,6 @@ class _Lowering(RowBuffers):
         return self._called(node, name, args, kwargs)
 
     def _called(self, node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        roots = [each for each in args if isinstance(each, _RootMean)]
-        if name in _ROOT or (roots and name == "add"):
-            return _root_mean(name, args)
         if name in _MOVES:
             return self._moved(node, args, kwargs)
         for names, lower in (
@@ -118,7 +113,7 @@ class _Lowering(RowBuffers):
         for kind, lower in (
             (Product, lambda: self._multiply(module, args[0])),
             (AddRMSNorm, lambda: self._add_norm(module, *args)),
-            (RMSNorm, lambda: self._weighted_norm(module, args[0])),
+            (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
             (Rope, lambda: self._rotate(module, *args)),
             (Convolution, lambda: self.call(module.apply_rows, [args[0]], args[0], 2)),
@@ -128,15 +123,10 @@ class _Lowering(RowBuffers):
                 return lower()
         raise NotRowsError(f"{type(module).__name__} has no step")
 
-    def _weighted_norm(self, norm: RMSNorm, x: Value) -> Value:
-        if norm.weight.dtype not in (x.dtype, torch.float32):
-            raise NotRowsError("a norm of another dtype")
-        return self._norm("rms_norm", x, x.at.shape[-1], norm.eps, (norm.weight,))
-
     def _plain_norm(self, x: Any, shape: list[int], weight: Any = None, eps: Any = None) -> Value:
         if not isinstance(x, Value) or len(shape) != 1 or weight is not None or eps is None:
             raise NotRowsError("a norm over several dimensions, or with weights")
-        return self._norm("rms_norm", x, shape[0], eps, (torch.ones(shape, dtype=x.dtype),))
+        return self._norm("rms_norm", x, eps, torch.ones(shape, dtype=x.dtype))
 
     def _gated(self, x: Value) -> Value:
         return self.step("silu_mul", [self.packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
@@ -218,24 +208,16 @@ class _Lowering(RowBuffers):
     ) -> Value:
         if len(shape) != 1:
             raise NotRowsError("a norm over several dimensions")
-        width = shape[0]
-        given = torch.ones(width, dtype=x.dtype) if weight is None else weight
-        weights = (given,) if bias is None else (given, bias)
-        if any(not isinstance(each, Tensor) or each.dtype is not x.dtype for each in weights):
+        given = torch.ones(shape, dtype=x.dtype) if weight is None else weight
+        return self._norm("layer_norm", x, eps, given, *(() if bias is None else (bias,)))
+
+    def _norm(self, op: str, x: Value, eps: float, *weights: Any) -> Value:
+        dtypes = (x.dtype, torch.float32) if op == "rms_norm" else (x.dtype,)
+        if any(not isinstance(each, Tensor) or each.dtype not in dtypes for each in weights):
             raise NotRowsError("a norm of another dtype")
-        return self._norm("layer_norm", x, width, eps, tuple(each.contiguous() for each in weights))
-
-    def _norm(self, op: str, x: Value, length: int, eps: float, weights: tuple[Tensor, ...]) -> Value:
-        return self.step(
-            op, [self.grouped(x, length)], x, tuple(x.at.shape), length, number=eps, weights=weights
-        )
-
-    def _normalised(self, x: Any, root: Any) -> Value:
-        """Return x / sqrt(mean(x²) + eps), written as a product."""
-        x, root = (root, x) if isinstance(x, _RootMean) else (x, root)
-        if not isinstance(x, Value) or root.steps != 4 or not torch.equal(root.x.at, x.at):
-            raise NotRowsError("a product with another tensor's norm")
-        return self._plain_norm(x, [x.at.shape[-1]], None, root.eps)
+        length, given = x.at.shape[-1], tuple(each.contiguous() for each in weights)
+        sources = [self.grouped(x, length)]
+        return self.step(op, sources, x, tuple(x.at.shape), length, number=eps, weights=given)
 
     def _unary(self, op: str, x: Value) -> Value:
         return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
@@ -243,8 +225,6 @@ class _Lowering(RowBuffers):
     def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
-        if isinstance(one, _RootMean) or isinstance(other, _RootMean):
-            return self._normalised(one, other)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
         if not isinstance(one, Value):
@@ -343,26 +323,3 @@ def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | No
         if isinstance(each, (Value, Tensor)):
             return each.dtype
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _RootMean:
-    """The first operators of a norm without a pattern: 1 / sqrt(mean(x²) + eps), over the last dimension."""
-
-    x: Value
-    steps: int = 1
-    eps: float = 0.0
-
-
-def _root_mean(name: str, args: tuple[Any, ...]) -> _RootMean:
-    """Return the next operator's result; raise NotRowsError for other arguments."""
-    x = args[0]
-    if name == "pow" and isinstance(x, Value) and args[1] == 2:
-        return _RootMean(x)
-    if name == "mean" and isinstance(x, _RootMean) and x.steps == 1 and list(args[1]) == [-1]:
-        return replace(x, steps=2)
-    if name == "add" and isinstance(x, _RootMean) and x.steps == 2:
-        return replace(x, steps=3, eps=args[1])
-    if name == "rsqrt" and isinstance(x, _RootMean) and x.steps == 3:
-        return replace(x, steps=4)
-    raise NotRowsError(f"{name} has no step")

@@ -1,12 +1,13 @@
 """Patterns of operators in a graph that one of the decoder's operators can replace."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.rows import name_of, row_dim
 
@@ -21,7 +22,7 @@ class Norm:
     covered: set[fx.Node]
     root: fx.Node  # the result
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node | None  # None: a norm without weights
     eps: float
     is_rounded_before: bool  # round to the model's dtype before multiplying with the weight
     residual: fx.Node | None = None  # the other summand
@@ -55,13 +56,12 @@ class Rope:
 Pattern = Norm | Gate | Rope
 
 
-@dataclass(slots=True)
-class Parts:
-    """Matmul nodes as parts of fused matmuls."""
+class Part(NamedTuple):
+    """A part of a fused matmul."""
 
-    whole: dict[fx.Node, int] = field(default_factory=dict)  # matmul -> id of the fused matmul
-    index: dict[fx.Node, int] = field(default_factory=dict)
-    rows: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of the fused matmul's parts
+    linear: Linear
+    rows: tuple[int, ...]  # of every part
+    place: int  # of this part
 
 
 def _tried(find: Callable[..., P | None], *given: Any) -> P | None:
@@ -81,6 +81,7 @@ class Finder:
         rotations: nodes that depend on positions only.
         carried: the piece's inputs.
         handed_on: the piece's results: for attention, and for the next piece.
+        products: matmuls.
     """
 
     nodes: list[fx.Node]  # in order
@@ -88,7 +89,7 @@ class Finder:
     rotations: Collection[fx.Node]
     carried: Collection[fx.Node]
     handed_on: Collection[fx.Node]
-    parts: Parts
+    products: Mapping[fx.Node, Part]
     dtype: torch.dtype
     _inside: set[fx.Node] = field(init=False)
     _fresh: set[fx.Node] = field(default_factory=set)  # results of norms
@@ -125,12 +126,16 @@ class Finder:
         weight, normed = self._factors(end)
         if normed in self.constants:
             weight, normed = normed, weight
-        if weight not in self.constants or _shape(weight) != _shape(root)[-1:]:
+        if weight not in self.constants:
+            weight, normed = None, end
+        elif _shape(weight) != _shape(root)[-1:]:
             return None
         scaled = normed
         if self._is(normed, "to") and not is_rounded_last and _dtype(normed) is self.dtype:
             scaled = _node(normed, 0)
         wide, root_mean = self._factors(scaled)
+        if self._is(wide, "rsqrt"):
+            wide, root_mean = root_mean, wide
         chain = [root_mean]
         for name in ("rsqrt", "add", "mean"):
             chain.append(_node(chain[-1], 0) if self._is(chain[-1], name) else None)
@@ -140,10 +145,11 @@ class Finder:
         x = _node(wide, 0) if self._is(wide, "to") and _dtype(wide) is torch.float32 else wide
         covered = {root, end, normed, scaled, *chain, *({wide} - {x})}
         eps, is_over_last = plus.args[1], list(mean.args[1]) == [-1] and mean.args[2:3] == (True,)
-        is_typed = _dtype(x) is _dtype(root) is self.dtype and isinstance(eps, float)
+        is_typed = _dtype(x) is _dtype(root) and isinstance(eps, float)
+        is_typed = is_typed and (_dtype(x) is self.dtype or weight is None)
         if not is_over_last or not is_typed or not self._is_closed(covered, root):
             return None
-        is_rounded_before = not is_rounded_last or self.dtype is torch.float32
+        is_rounded_before = not is_rounded_last or _dtype(x) is torch.float32
         return Norm(covered, root, x, weight, eps, is_rounded_before)
 
     def _factors(self, node: Any) -> tuple[Any, Any]:
@@ -179,15 +185,15 @@ class Finder:
         gate = _node(silu, 0) if self._is(silu, "silu") else None
         if gate is None:
             return None
-        parts, covered, product = self.parts, {root, silu}, gate
+        covered, product = {root, silu}, gate
         halves = self._halves(gate, up)
         if halves is not None:  # halves of one matmul
             product, covered = _node(halves[0], 0), covered | {*halves, gate, up}
-            is_pair = set(product.users) == set(halves) and len(parts.rows.get(product, ())) == 1
+            is_pair = set(product.users) == set(halves) and len(self.products[product].rows) == 1
         else:
-            rows = parts.rows.get(gate, ())
-            is_pair = parts.whole.get(gate) == parts.whole.get(up) and len(rows) == 2 and rows[0] == rows[1]
-            is_pair = is_pair and (parts.index[gate], parts.index[up]) == (0, 1)
+            first, second = self.products[gate], self.products[up]
+            is_pair = first.linear is second.linear and (first.place, second.place) == (0, 1)
+            is_pair = is_pair and len(first.rows) == 2 and first.rows[0] == first.rows[1]
             is_pair = is_pair and set(gate.users) == {silu} and set(up.users) == {root}
         return Gate(covered, root, product) if is_pair and self._is_closed(covered, root) else None
 
@@ -236,7 +242,7 @@ class Finder:
     def _is_own(self, x: fx.Node, readers: set[fx.Node]) -> bool:
         """Return True if only these nodes read x, and a matmul or norm has written it to new memory."""
         while set(x.users) <= readers and x not in self.handed_on:
-            if x in self.parts.whole or x in self._fresh:
+            if x in self.products or x in self._fresh:
                 return True
             if not self._is(x, *_MOVES):
                 return False

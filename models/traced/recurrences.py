@@ -6,10 +6,8 @@ delta rule and Mamba-2's scan. The last two are one operator here, see `models.r
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.models.traced.capture import Calls, CannotCutError, stand_in
+from neo_desktop.models.traced.sizes import Change
 
 ROW_DIMS = {"convolve": 2, "scan": 1}  # operator -> row dimension of its inputs and output
 _SILU = ("silu", "swish")
@@ -122,16 +121,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def recurrences_recorded(calls: Calls, model: nn.Module) -> Iterator[None]:
-    """Record the model's recurrent layers within the context."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    with ExitStack() as stack:
-        for module in modules:
-            for name, record in _FUNCTIONS.items():
-                if hasattr(module, name):
-                    stack.enter_context(patch.object(module, name, partial(record, calls)))
-        yield
+def recurrences_recorded(calls: Calls, model: nn.Module) -> Iterator[Change]:
+    """Yield the changes that record the model's recurrent layers."""
+    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, record in _FUNCTIONS.items():
+            if hasattr(module, name):
+                yield module, name, partial(record, calls)
 
 
 class Convolution(nn.Module):

@@ -14,9 +14,22 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.models.state import GIVEN, State
+from neo_desktop.models.traced.places import (
+    ROWS,
+    NotRowsError,
+    Value,
+    ages_of,
+    columns_of,
+    grouped,
+    moves_of,
+    of_row,
+    row_dim,
+    row_shape,
+)
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 MOST_KEPT_ROWS = 64  # buffers for this many rows are kept
+_MOST_MOVES = 64  # of one value; with more, the graph's own operators are as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +51,6 @@ class Call:
         """Columns that it reads or writes."""
         return [*(columns for columns, _ in self.inputs), self.into[0]]
 
-    def with_buffers(self, of: Callable[[Columns], Columns]) -> "Call":
-        """Return the call with other buffers."""
-        inputs = tuple((of(columns), shape) for columns, shape in self.inputs)
-        return Call(self.function, inputs, (of(self.into[0]), self.into[1]))
-
 
 class RowStage:
     """A stage of row programs and calls.
@@ -58,33 +66,17 @@ class RowStage:
             for columns in _places(part):
                 users[columns.buffer].add(index)
         called = {columns.buffer for part in parts if isinstance(part, Call) for columns in part.places}
-        shared = [
-            buffer for buffer in range(len(GIVEN), len(buffers)) if len(users[buffer]) > 1 or buffer in called
+        self._shared = {
+            index: buffer
+            for index, buffer in enumerate(buffers)
+            if index not in GIVEN and (len(users[index]) > 1 or index in called)
+        }
+        seen = [
+            replace(each, is_given=each.is_given or index in self._shared)
+            for index, each in enumerate(buffers)
         ]
-        self._shared = [buffers[buffer] for buffer in shared]
-        place = {buffer: len(GIVEN) + index for index, buffer in enumerate(shared)}
-        place |= {buffer: buffer for buffer in GIVEN}
-        seen = [*buffers[: len(GIVEN)], *(replace(each, is_given=True) for each in self._shared)]
-        self._parts: list[RowProgram | Call] = []
-        for part in parts:
-            own = list(seen)
-            places = dict(place)
-
-            def moved(columns: Columns, own: list[Buffer] = own, places: dict[int, int] = places) -> Columns:
-                if columns.buffer not in places:
-                    places[columns.buffer] = len(own)
-                    own.append(buffers[columns.buffer])
-                return columns._replace(buffer=places[columns.buffer])
-
-            if isinstance(part, Call):
-                self._parts.append(part.with_buffers(moved))
-            elif part:
-                steps = [
-                    replace(step, sources=tuple(map(moved, step.sources)), into=moved(step.into))
-                    for step in part
-                ]
-                self._parts.append(RowProgram(own, steps))
-        self._kept: dict[int, tuple[list[Tensor], list[native.View]]] = {}  # rows -> shared buffers
+        self._parts = [part if isinstance(part, Call) else RowProgram(seen, part) for part in parts if part]
+        self._kept: dict[int, tuple[dict[int, Tensor], list[native.View]]] = {}  # rows -> shared buffers
 
     def run(self, state: State, batch: RecurrentBatch | None) -> None:
         """Compute the stage; `batch`: the states of recurrent layers."""
@@ -96,7 +88,7 @@ class RowStage:
                 continue
             out, *inputs = (
                 torch.unflatten(
-                    tensors[columns.buffer - len(GIVEN)].narrow(1, columns.first, torch.Size(shape).numel()),
+                    tensors[columns.buffer].narrow(1, columns.first, torch.Size(shape).numel()),
                     1,
                     shape,
                 )
@@ -104,12 +96,14 @@ class RowStage:
             )
             part.function(batch, out, *inputs)
 
-    def _buffers(self, rows: int) -> tuple[list[Tensor], list[native.View]]:
+    def _buffers(self, rows: int) -> tuple[dict[int, Tensor], list[native.View]]:
         """Return the shared buffers and their views; stages of a device run one after the other."""
         if rows in self._kept:
             return self._kept[rows]
-        tensors = [torch.zeros(rows, each.width, dtype=each.dtype) for each in self._shared]
-        made = tensors, [native.view_of("rows", tensor) for tensor in tensors]
+        tensors = {
+            index: torch.zeros(rows, each.width, dtype=each.dtype) for index, each in self._shared.items()
+        }
+        made = tensors, [native.view_of("rows", tensor) for tensor in tensors.values()]
         if rows <= MOST_KEPT_ROWS:
             self._kept[rows] = made
         return made
@@ -119,3 +113,116 @@ def _places(part: Sequence[Step] | Call) -> list[Columns]:
     if isinstance(part, Call):
         return part.places
     return [columns for step in part for columns in (*step.sources, step.into)]
+
+
+class RowBuffers:
+    """Row buffers, and the steps and calls over them so far.
+
+    Args:
+        buffers: given ones, see `state`.
+    """
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self.buffers = buffers
+        self.steps: list[Step] = []
+        self.calls: list[tuple[int, Call]] = []  # with the number of steps before
+        self.overwritten: dict[int, Tensor] = {}  # buffer -> step at which each column was overwritten
+
+    def stage(self) -> RowStage:
+        """Return the stage with every step and call."""
+        parts: list[Sequence[Step] | Call] = []
+        first = 0
+        for end, call in self.calls:
+            parts += [self.steps[first:end], call]
+            first = end
+        return RowStage(self.buffers, [*parts, self.steps[first:]])
+
+    def call(self, function: Callable[..., None], values: list[Value], like: Value, dim: int) -> Value:
+        """Call a function of row buffers between two programs.
+
+        Args:
+            values: inputs, each with its rows in one dimension.
+            like: has the output's shape and dtype, with rows in dimension `dim`.
+        """
+        inputs = tuple((self.packed(x), row_shape(x.at, row_dim(x.at))) for x in values)
+        own = row_shape(like.at, dim)
+        into = self.room(torch.Size(own).numel(), like.dtype)
+        self.calls.append((len(self.steps), Call(function, inputs, (into, own))))
+        return self.value(into, tuple(like.at.shape), dim, like.dtype)
+
+    def step(
+        self,
+        op: str,
+        sources: list[Columns],
+        like: Value,
+        shape: tuple[int, ...],
+        length: int | None = None,
+        *,
+        number: float = 0.0,
+        weights: tuple[Tensor, ...] = (),
+    ) -> Value:
+        """Compute a new tensor with the row dimension of `like`; `length`: per group."""
+        dim = row_dim(like.at) - like.at.dim() + len(shape)
+        if shape[dim] != ROWS:
+            raise NotRowsError("a change of the row dimension")
+        width = torch.Size(shape).numel() // ROWS
+        size = width if length is None else length
+        into = self.room(width, like.dtype)._replace(stride=size)
+        groups = width // size
+        self.steps.append(Step(op, tuple(sources), into, size, groups=groups, number=number, weights=weights))
+        return self.value(into, shape, dim, like.dtype)
+
+    def room(self, width: int, dtype: torch.dtype) -> Columns:
+        """Add a buffer."""
+        self.buffers.append(Buffer(width, dtype))
+        return Columns(len(self.buffers) - 1)
+
+    def value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
+        """Return a tensor whose rows are in columns of a buffer."""
+        return Value.new(into.buffer, shape[:dim] + shape[dim + 1 :], dim, dtype, len(self.steps))
+
+    def check(self, x: Value) -> None:
+        """Raise NotRowsError if a value's numbers have been overwritten."""
+        for buffer, columns, times in ages_of(x.at):
+            when = self.overwritten.get(buffer)
+            if when is not None and bool((when[columns] > times).any()):
+                raise NotRowsError("numbers that are overwritten before they are read")
+
+    def overwrite(self, x: Value) -> Value:
+        """Record that the last step has overwritten a value's numbers."""
+        for buffer, columns in columns_of(of_row(x.at)).items():
+            width = self.buffers[buffer].width
+            when = self.overwritten.setdefault(buffer, torch.zeros(width, dtype=torch.int64))
+            when[columns] = len(self.steps)
+        return x.renewed(len(self.steps))
+
+    def packed(self, x: Value) -> Columns:
+        """Return the columns that hold a value's rows contiguously; copy them if necessary."""
+        return self.grouped(x, torch.Size(x.at.shape).numel() // ROWS)
+
+    def grouped(self, x: Value, length: int) -> Columns:
+        """Return the columns of a value in groups of `length`; copy them if necessary."""
+        self.check(x)
+        row = of_row(x.at)
+        columns = grouped(row, length)
+        if columns is None:
+            columns = grouped(of_row(self.copy(x, x.dtype).at), length)
+        assert columns is not None
+        return columns
+
+    def copy(self, x: Value, dtype: torch.dtype) -> Value:
+        """Copy a value to a buffer of its own."""
+        self.check(x)
+        row = of_row(x.at)
+        into = self.room(len(row), dtype)
+        self.move(row, into)
+        return self.value(into, tuple(x.at.shape), row_dim(x.at), dtype)
+
+    def move(self, row: Tensor, into: Columns) -> None:
+        """Copy the numbers at addresses [width] to columns."""
+        moves = moves_of(row)
+        if len(moves) > _MOST_MOVES:
+            raise NotRowsError("numbers scattered over too many places")
+        for move in moves:
+            to = Columns(into.buffer, into.first + move.first, move.stride)
+            self.steps.append(Step("copy", (move.source,), to, move.length, groups=move.groups))

@@ -38,17 +38,24 @@ _OVER_DIMS = frozenset((
     "mean", "sum", "softmax", "var", "std", "amax", "amin", "max", "min", "argmax", "cumsum", "logsumexp",
     "linalg_vector_norm",
 ))
-_OVER_ONE = frozenset((
-    "slice", "select", "cat", "concat", "stack", "split", "split_with_sizes", "chunk", "unbind",
-    "slice_scatter",
-))
 # Search, sort or permute along one dimension.
 _ALONG_ONE = frozenset((
     "topk", "sort", "argsort", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_",
     "repeat_interleave",
 ))
 _OF_LAST = frozenset(("layer_norm", "rms_norm"))
-_PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "embedding"))
+# Operators along dimensions -> the argument that names them, and its default.
+_DIMS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(_OVER_DIMS, (1, None)),
+    **dict.fromkeys(("slice", "select", "cat", "concat", "stack", "unbind"), (1, 0)),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "slice_scatter"), (2, 0)),
+    **dict.fromkeys(_ALONG_ONE, (1, None)), "sort": (1, -1), "argsort": (1, -1),
+    "topk": (2, -1), "repeat_interleave": (2, None),
+}
+# Matrix products -> arguments with the two factors; None: weights.
+_FACTORS: dict[str, tuple[int, int | None]] = {
+    "linear": (0, None), "addmm": (1, 2), "matmul": (0, 1), "mm": (0, 1), "bmm": (0, 1),
+}
 # fmt: on
 
 
@@ -104,116 +111,77 @@ def width_of(node: fx.Node) -> int:
 def check_rows(graph: fx.Graph) -> None:
     """Raise CannotCutError if an operator other than attention and recurrent layers may mix tokens."""
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
+        if node.op != "call_function" or not is_value(node):
             continue
         given = [each for each in node.all_input_nodes if row_dim(each) is not None]
         name = name_of(node)
-        if isinstance(node.meta["val"], Tensor):
-            row_dim(node)
-        if name == "attention" or not given:
+        row_dim(node)
+        if name == "attention" or not given or name in ELEMENTWISE:
             continue
-        if name in ROW_DIMS and all(row_dim(each) == ROW_DIMS[name] for each in given):
-            continue
-        if name in ELEMENTWISE or _CHECKS.get(_kind(name), _refused)(node, given):
-            continue
-        raise CannotCutError(f"{name} may mix tokens")
+        if name in ROW_DIMS:
+            keeps_rows = all(row_dim(each) == ROW_DIMS[name] for each in given)
+        elif name == "experts":
+            keeps_rows = all(row_dim(each) == 0 for each in given)
+        elif name in _CHECKS:
+            keeps_rows = _CHECKS[name](node, given)
+        else:
+            dims = _dims(node, given[0].meta["val"].dim())
+            keeps_rows = dims is not None and row_dim(given[0]) not in dims
+        if not keeps_rows:
+            raise CannotCutError(f"{name} may mix tokens")
 
 
-def _kind(name: str) -> str:
-    kinds = {
-        "dims": _OVER_DIMS,
-        "one": _OVER_ONE,
-        "last": _OF_LAST,
-        "product": _PRODUCTS,
-        "along": _ALONG_ONE,
-    }
-    for kind, names in kinds.items():
-        if name in names:
-            return kind
-    return name if name in ("index", "experts") else ""
+def _dims(node: fx.Node, rank: int) -> list[int] | None:
+    """Return the dimensions along which an operator combines or moves elements; None: unknown."""
+    name = name_of(node)
+    if name in _OF_LAST:
+        shape: Any = node.args[1]
+        return list(range(rank - len(shape), rank)) if isinstance(shape, (list, tuple)) else None
+    if name not in _DIMS:
+        return None
+    place, default = _DIMS[name]
+    dims: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
+    if isinstance(dims, fx.Node) and name in _OVER_DIMS:  # elementwise maximum or minimum of two tensors
+        return []
+    dims = [dims] if isinstance(dims, int) else dims
+    return [dim % rank for dim in dims] if isinstance(dims, (list, tuple)) else None
+
+
+def _slice(node: fx.Node, given: list[fx.Node]) -> bool:
+    dims = _dims(node, given[0].meta["val"].dim())
+    is_whole = tuple(node.args[2:]) in ((), (0,), (0, 2**63 - 1))
+    return dims is not None and (is_whole or row_dim(given[0]) not in dims)
+
+
+def _along_one(node: fx.Node, given: list[fx.Node]) -> bool:
+    """Return True if all inputs have the same rows, and the operator works along another dimension."""
+    dims, rows = _dims(node, given[0].meta["val"].dim()), {row_dim(each) for each in given}
+    return dims is not None and len(rows) == 1 and rows.isdisjoint(dims)
 
 
 def _index(node: fx.Node, given: list[fx.Node]) -> bool:
     indices: Any = node.args[1]
-    own = row_dim(given[0])
+    own = row_dim(given[0]) or 0
     if node.args[0] is not given[0]:  # a row looks numbers up in a tensor without rows
         return len(given) == 1 and [each for each in indices if each is not None] == given
-    return (
-        len(given) == 1
-        and isinstance(indices, (list, tuple))
-        and (len(indices) <= (own or 0) or indices[own or 0] is None)
-    )
-
-
-def _refused(_node: fx.Node, _given: list[fx.Node]) -> bool:
-    return False
-
-
-def _over_dims(node: fx.Node, given: list[fx.Node]) -> bool:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if isinstance(dims, fx.Node):  # elementwise maximum or minimum of two tensors
-        return True
-    if dims is None:
-        return False
-    rank = given[0].meta["val"].dim()
-    over: Any = [dims] if isinstance(dims, int) else dims
-    return row_dim(given[0]) not in [dim % rank for dim in over]
-
-
-def _over_one(node: fx.Node, given: list[fx.Node]) -> bool:
-    place = {"slice": 1, "select": 1, "cat": 1, "concat": 1, "stack": 1, "unbind": 1, "narrow": 1}.get(
-        name_of(node), 2
-    )
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    rank = given[0].meta["val"].dim()
-    if not isinstance(dim, int):
-        return False
-    if row_dim(given[0]) != dim % rank:
-        return True
-    return name_of(node) == "slice" and tuple(node.args[2:]) in ((), (0,), (0, 2**63 - 1))
-
-
-def _along_one(node: fx.Node, given: list[fx.Node]) -> bool:
-    """Return True if the operator works along one dimension other than the rows."""
-    name = name_of(node)
-    place = {"topk": 2, "repeat_interleave": 2}.get(name, 1)
-    default = -1 if name in ("topk", "sort", "argsort") else None
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", default)
-    rows = {row_dim(each) for each in given}
-    return isinstance(dim, int) and len(rows) == 1 and dim % given[0].meta["val"].dim() not in rows
-
-
-def _experts(_node: fx.Node, given: list[fx.Node]) -> bool:
-    return all(row_dim(each) == 0 for each in given)
-
-
-def _over_last(node: fx.Node, given: list[fx.Node]) -> bool:
-    shape = node.args[1]
-    rank = given[0].meta["val"].dim()
-    return isinstance(shape, (list, tuple)) and row_dim(given[0]) not in range(rank - len(shape), rank)
+    is_known = len(given) == 1 and isinstance(indices, (list, tuple))
+    return is_known and (len(indices) <= own or indices[own] is None)
 
 
 def _product(node: fx.Node, given: list[fx.Node]) -> bool:
-    name = name_of(node)
-    if name == "embedding":
-        return True
     if len(given) > 1:
         return False
-    places = {"linear": (0, None), "addmm": (1, 2)}.get(name, (0, 1))
-    left = node.args[places[0] or 0]
-    rank = given[0].meta["val"].dim()
-    if left is given[0]:
-        return bool(row_dim(given[0]) != rank - 1)
-    right = places[1]
-    return bool(right is not None and node.args[right] is given[0] and row_dim(given[0]) != rank - 2)
+    left, right = _FACTORS[name_of(node)]
+    rank = int(given[0].meta["val"].dim())
+    if node.args[left] is given[0]:
+        return row_dim(given[0]) != rank - 1
+    return right is not None and node.args[right] is given[0] and row_dim(given[0]) != rank - 2
 
 
 _CHECKS: dict[str, Callable[[fx.Node, list[fx.Node]], bool]] = {
-    "dims": _over_dims,
-    "one": _over_one,
-    "last": _over_last,
-    "product": _product,
     "index": _index,
-    "along": _along_one,
-    "experts": _experts,
+    "slice": _slice,
+    "embedding": lambda node, given: True,
+    **dict.fromkeys(_FACTORS, _product),
+    **dict.fromkeys(_ALONG_ONE, _along_one),
 }

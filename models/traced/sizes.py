@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import ERROR
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from neo_desktop.models.experts_config import Gating
 
@@ -32,6 +33,11 @@ class Source:
     @property
     def named(self) -> Path:
         return self.path / "config.json" if self.config_json is None else self.path
+
+    @property
+    def modified_ns(self) -> int:
+        """Time of the last change, for caches."""
+        return self.named.stat().st_mtime_ns
 
     def config(self) -> Any:
         """Return the configuration. Raises exceptions of transformers; ImportError if it is not installed."""
@@ -107,6 +113,9 @@ class TracedSpec:
     unread: frozenset[str] = frozenset()  # tensors that text does not need, for example for images
     # RoPE changes its frequencies for longer prompts, but cached keys keep the old ones; None: no limit.
     most_tokens: int | None = None
+    context_tokens: int = 0  # by the configuration
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def all_matrices(self) -> tuple[FusedSizes, ...]:
@@ -117,13 +126,17 @@ class TracedSpec:
 NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """Properties of a model's text that its configuration has, but not its code."""
+Change = tuple[Any, str, Any]
+"""An object, the name of an attribute, and the attribute's value within a context."""
 
-    context_tokens: int
-    bos_token_ids: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
+
+@contextmanager
+def changed(*changes: Change) -> Iterator[None]:
+    """Change attributes within the context."""
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(patch.object(*change))
+        yield
 
 
 @contextmanager

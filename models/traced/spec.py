@@ -2,10 +2,9 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,17 @@ from neo_desktop.models.traced.capture import (
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.heads import HeadShape, common_shape
-from neo_desktop.models.traced.latent import kept_latent
+from neo_desktop.models.traced.latent import latents_kept
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
-from neo_desktop.models.traced.sizes import Description, FusedSizes, Source, TracedSpec, quiet
+from neo_desktop.models.traced.sizes import (
+    Change,
+    FusedSizes,
+    Source,
+    TracedSpec,
+    changed,
+    quiet,
+)
 
 # Configuration attributes with the number of positions; most classes map their own name to the first.
 _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
@@ -106,37 +112,31 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     with (
         quiet(),
         intercepted(calls),
-        recurrences_recorded(calls, model),
+        changed(*recurrences_recorded(calls, model), *latents_kept(model), *_steady(model)),
         Catching(calls, model),
-        kept_latent(model),
-        _steady(model),
     ):
         logits: Tensor = model(**given).logits
     return logits
 
 
-def spec(source: Source, modified_ns: int) -> TracedSpec:
+def spec(source: Source) -> TracedSpec:
     """Return the sizes of a model.
 
     Raise ModelError if transformers does not know it, or it cannot be cut into stages.
     """
-    return examined(source, modified_ns)[0]
+    return examined(source, source.modified_ns)[0]
 
 
 def conversions_of(source: Source) -> Conversions:
     """Return the conversions from a model's checkpoint to its parameters; raises as `spec` does."""
-    return examined(source, source.named.stat().st_mtime_ns)[1]
+    return examined(source, source.modified_ns)[1]
 
 
-@contextmanager
-def _steady(model: nn.Module) -> Iterator[None]:
+def _steady(model: nn.Module) -> Iterator[Change]:
     """Fix RoPE's frequencies, which some types change for long prompts; see `TracedSpec.most_tokens`."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            if hasattr(module, "rope_type"):
-                steady = _without_change(module.rope_type)
-                stack.enter_context(patch.object(module, "rope_type", steady))
-        yield
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            yield module, "rope_type", _without_change(module.rope_type)
 
 
 def _without_change(rope_type: Any) -> Any:
@@ -178,15 +178,18 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
-        shape = common_shape(calls.attention) if calls.attention else None
-        if shape is not None and any((each.kv_heads, each.head_dim) != shape for each in calls.attention):
+        sizes = {(each.kv_heads, each.head_dim) for each in calls.attention}
+        shape = common_shape(sizes) if sizes else None
+        if shape is not None and sizes != {shape}:
             _check_groups(calls, shape)
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        return _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
+        found, conversions = _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
+    with quiet():
+        return replace(found, **_described(source, source.config())), conversions
 
 
 def is_wide(model: Any, name: str) -> bool:
@@ -323,16 +326,11 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-@lru_cache(maxsize=32)
-def description(source: Source, _modified_ns: int) -> Description:
-    """Return properties of a model's text that its configuration has, but not its code.
-
-    Call `spec` first: the configuration is then known to be readable.
+def _described(source: Source, config: Any) -> dict[str, Any]:
+    """Return the fields of `TracedSpec` that the configuration determines, not the code.
 
     Raise ModelError if the context is out of range.
     """
-    with quiet():
-        config = source.config()
     text = config.get_text_config(decoder=True)
     contexts = (getattr(text, name, None) for name in _CONTEXT)
     default = _UNKNOWN_CONTEXT if hasattr(text, "num_attention_heads") else _WITHOUT_ATTENTION
@@ -348,4 +346,5 @@ def description(source: Source, _modified_ns: int) -> Description:
                 return tuple(token_ids)
         return ()
 
-    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))
+    ends = ids("eos_token_id")
+    return {"context_tokens": context, "bos_token_ids": ids("bos_token_id")[:1], "eos_token_ids": ends}

@@ -1,7 +1,7 @@
 """`models.stages.Stages` from the pieces of a graph."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,10 @@ from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import name_of, width_of
-from neo_desktop.models.traced.segments import Segment, segments
+from neo_desktop.models.traced.segments import Segments, segments
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
-INPUTS = ("carried", "rotation", "attended", "recurrent")  # parameters of a stage's code
 
 
 class TracedStages(Stages):
@@ -72,7 +71,7 @@ class TracedStages(Stages):
             self._use(pieces, with_programs=False)
         self._head = builder.head()
         self.ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
-        self._segments: dict[int, list[Segment]] = {}  # by stage index; empty without offloaded matrices
+        self._segments: dict[int, Segments] = {}  # by stage index; empty without offloaded matrices
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
@@ -194,44 +193,41 @@ class TracedStages(Stages):
         if index not in self._segments:
             yield Step(partial(self.advance, index, state, store), None)
             return
-        values: dict[str, Any] = {}
-        begin = partial(self._begin, values, state)
-        for segment in self._segments[index]:
-            split = segment.split
-            if split is None:
-                yield Step(partial(self._end, begin, segment, values, index, state, store), None)
-                return
-            x, out = self._rooms.of(split.columns, split.rows, state)
-            named = Product(segment.name, split, x, out)
-            yield Step(partial(_run_to_split, begin, segment, values, x), named)
-            begin = partial(_take, segment, values, out)
+        segments, values = self._segments[index], dict[fx.Node, Any]()
+        before: fx.Node | None = None
 
-    def _begin(self, values: dict[str, Any], state: State) -> None:
-        values.clear()
-        values.update(zip(INPUTS, self._given(state), strict=True))
+        def begin(taken: fx.Node | None) -> None:
+            if taken is None:
+                values.clear()
+                values.update(segments.values(self._given(state)))
+            else:  # the next matmul overwrites its memory
+                values[taken] = values[taken].clone()
 
-    def _end(
-        self,
-        begin: Callable[[], None],
-        segment: Segment,
-        values: dict[str, Any],
-        index: int,
-        state: State,
-        store: Store | None,
-    ) -> None:
-        begin()
-        results = segment.code(*(values[name] for name in segment.takes))
-        values.clear()
-        self._hand_on(results, index, state)
-        self._store(state, store)
+        def run_to(node: fx.Node, taken: fx.Node | None, x: Tensor, out: Tensor) -> None:
+            begin(taken)
+            given = segments.run(values, node)
+            x.copy_(given.reshape(x.shape))
+            values[node] = out.view(*given.shape[:-1], -1)
+
+        def end(taken: fx.Node | None) -> None:
+            begin(taken)
+            results = segments.run(values)
+            values.clear()
+            self._hand_on(results, index, state)
+            self._store(state, store)
+
+        for node, (name, linear) in segments.products.items():
+            x, out = self._rooms.of(linear.columns, linear.rows, state)
+            yield Step(partial(run_to, node, before, x, out), Product(name, linear, x, out))
+            before = node
+        yield Step(partial(end, before), None)
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
         return {
-            (index, segment.name): segment.split
-            for index, stage_segments in self._segments.items()
-            for segment in stage_segments
-            if segment.split is not None
+            (index, name): linear
+            for index, segments in self._segments.items()
+            for name, linear in segments.products.values()
         }
 
     def final_norm(self, state: State, out: Tensor) -> None:
@@ -264,20 +260,6 @@ class _Rooms:
             self._kept.append((x, out))
         x, out = self._kept[-1]
         return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
-
-
-def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
-    """Compute the code before an offloaded matmul, and write the matmul's input to `x` [rows, columns]."""
-    begin()
-    given = segment.code(*(values[name] for name in segment.takes))
-    values.update(zip(segment.gives, given, strict=True))
-    x.copy_(values[segment.given].reshape(x.shape))
-
-
-def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
-    """Copy a matmul's result out of `out` [rows, width], before the next matmul overwrites it."""
-    assert segment.product is not None
-    values[segment.result] = segment.product.shaped(out.clone(), values[segment.given])
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:

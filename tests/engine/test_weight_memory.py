@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kernels import dispatch
@@ -15,7 +16,6 @@ from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
-from neo_desktop.models.traced_shapes import TRACED_SHAPES
 
 CONFIG, DTYPE = shape("llama-2-13b"), torch.float16
 WEIGHTS = CONFIG.weight_bytes(DTYPE)

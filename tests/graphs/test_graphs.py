@@ -31,7 +31,7 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.dense import Dense, Plain
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 BLOCK_SIZE = 16
@@ -253,8 +253,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> N
     executor.execute(prompts("abc"))
     plan = decodes("ab", "c", sampling=GREEDY)
     embedding = model.embedding
-    model.embedding = embedding.clone()
-    model.embedding[TOKENS["b"][HOMES["b"][2]]] = torch.nan
+    model.embedding = broken = Plain(embedding.dense().clone())
+    broken.weight[TOKENS["b"][HOMES["b"][2]]] = torch.nan
     try:
         result = executor.execute(plan)
     finally:

@@ -3,8 +3,6 @@
 They have sizes alone: no names of weights, and only layers with attention are layers, as in traced models.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from neo_desktop.models.config import Matrix, ModelConfig
@@ -12,32 +10,6 @@ from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.rope import RopeConfig
 
 _States = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class TracedShape(ModelConfig):
-    """A `ModelConfig` from tables of matrices."""
-
-    depth: int = 0  # layers, those without attention included
-    table: tuple[tuple[str, Matrix], ...] = ()  # by kind
-    states: _States = ()
-
-    @property
-    def matrices(self) -> dict[str, Matrix]:
-        return dict(self.table)
-
-    @property
-    def state_shapes(self) -> _States:
-        return self.states
-
-    @property
-    def num_layers_in_all(self) -> int:
-        return self.depth
-
-    @property
-    def num_parameters(self) -> int:
-        norms = (2 * self.depth + 1) * self.hidden_size
-        return self.vocab_size * self.hidden_size + norms + sum(m.copies * m.weights for _, m in self.table)
 
 
 def _shape(
@@ -54,7 +26,7 @@ def _shape(
     tied: bool = False,
     max_context_tokens: int = 262_144,
     windows: tuple[int | None, ...] | None = None,
-) -> TracedShape:
+) -> ModelConfig:
     """Return a shape.
 
     Args:
@@ -77,7 +49,7 @@ def _shape(
         table["experts_down"] = Matrix(count * hidden_size, width, False, layers, count)
     if not tied:
         table["head"] = Matrix(vocab_size, hidden_size, False, None)
-    return TracedShape(
+    return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -95,7 +67,7 @@ def _shape(
         experts=mixture,
         depth=depth,
         table=tuple(table.items()),
-        states=states,
+        state_shapes=states,
     )
 
 
@@ -106,7 +78,7 @@ def _qwen35(
     heads: tuple[int, int, int],
     network: tuple[str, int],
     experts: tuple[int, int, int, int] | None = None,
-) -> TracedShape:
+) -> ModelConfig:
     """Return gated attention in every fourth layer, and Gated DeltaNet with 16 key heads in the others.
 
     Args:
@@ -130,7 +102,7 @@ def _qwen35(
 
 
 # From the config.json of the releases, without vision towers and layers of multi-token prediction.
-TRACED_SHAPES: dict[str, TracedShape] = {
+TRACED_SHAPES: dict[str, ModelConfig] = {
     "qwen3.6-35b-a3b": _qwen35(
         "Qwen3_5MoeForCausalLM", 2048, 40, (16, 2, 32), ("shared_", 512), (40, 256, 8, 512)
     ),
