@@ -10,7 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.transfers import FromHost, ToHost, TransferMemory
+from neo_desktop.engine.execute.transfers import Transfer, TransferMemory
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 
@@ -35,9 +35,7 @@ class Moves(Attender):
         self._set_up: tuple[Signal, ...] = ()  # the slots must have arrived
         self._moved: dict[int, Sequence[Signal]] = {}  # layer -> ends of its moves
         self.fetches = bool(self._pieces)
-        self.transfers_ahead = [
-            piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)
-        ]
+        self.tasks = [each.way.task for each in self._pieces if not isinstance(each, _DirectMove)]
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         if self._pieces:
@@ -52,10 +50,10 @@ class Moves(Attender):
 class _MoveToPages:
     source: KVPool
     rows: PoolRows
-    way: ToHost
+    way: Transfer
 
     def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
-        _, end = self.way.submit(launcher, layer, partial(self._read, layer), after)
+        _, end = self.way.to_pages(launcher, layer, partial(self._read, layer), after)
         return end
 
     def _read(self, layer: int, buffer: Rows) -> None:
@@ -71,10 +69,10 @@ class _MoveToPages:
 class _MoveFromPages:
     target: KVPool
     rows: PoolRows
-    way: FromHost
+    way: Transfer
 
     def submit(self, launcher: Launcher, layer: int, after: Sequence[Signal]) -> Signal:
-        return self.way.submit(launcher, layer, partial(self._write, layer), after)
+        return self.way.from_pages(launcher, layer, partial(self._write, layer), after)
 
     def _write(self, layer: int, buffer: Rows) -> None:
         self.rows.write(layer, buffer.to(self.target.device, non_blocking=True))
@@ -107,10 +105,7 @@ _Move = _MoveToPages | _MoveFromPages | _DirectMove
 def _piece(group: CopyGroup, old: Tensor, new: Tensor, make: TransferMemory) -> _Move:
     source, target = group.source, group.target
     if group.to_pages:
-        way = ToHost(make.transfer(NAME, target, new, to_host=True), Lane.SWAP)
-        return _MoveToPages(source, source.rows_at(old), way)
+        return _MoveToPages(source, source.rows_at(old), make.transfer(NAME, target, new, to_host=True))
     if group.from_pages:
-        return _MoveFromPages(
-            target, target.rows_at(new), FromHost(make.transfer(NAME, source, old, to_host=False))
-        )
+        return _MoveFromPages(target, target.rows_at(new), make.transfer(NAME, source, old, to_host=False))
     return _DirectMove(source, target, len(old), source.rows_at(old), target.rows_at(new))

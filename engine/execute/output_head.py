@@ -1,6 +1,6 @@
 """The end of an iteration after the last layer: the needed hidden states, and tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.outputs import Outputs
-from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.workspace import Workspace
@@ -54,27 +52,30 @@ class OutputHead:
         self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
 
     @property
-    def on_host(self) -> list[HostWork]:
+    def tasks(self) -> list[HostTask]:
         """The CPU's matmuls."""
-        return [work for each in self.products for work in each.on_host]
+        return [task for each in self.products for task in each.tasks]
 
-    def add(self, build: PartBuilder, linears: Linears) -> None:
-        """Add the output head to an iteration, after the last attention."""
+    def steps(self, linears: Linears) -> Iterator[Step]:
+        """Yield the steps after the last attention, up to the graph's tokens."""
         if not self._chooses:
             end_some = self._end_all if self._takes_all else self._end_needed
-            build.add(partial(end_some, linears), is_fixed=False)
-        else:
-            for number, (each, stage, out) in enumerate(self._all_rows()):
-                state, products = each.memory.state, self._products_of(number)
-                linears.add(build, _at_once, stage, state, _nowhere, products, is_fixed=True)
-                build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
-        if self._chooses and self._stages.has_head:
+            yield Step(partial(end_some, linears), is_capturable=False)
+            return
+        for number, (each, stage, out) in enumerate(self._all_rows()):
+            state = each.memory.state
+            yield from linears.steps(_at_once, stage, state, _nowhere, self._products_of(number))
+            yield device_step(stage, partial(self._stages.final_norm, state, out))
+        if self._stages.has_head:
             rows = sum(each.memory.rows.count for each in self._passes)
             stage = Stage("most probable", self._config.num_layers, NO_SUB_BATCH, rows)
-            build.add_work(stage, partial(self._choose, rows), is_fixed=True)
+            yield device_step(stage, partial(self._choose, rows))
+
+    def sample(self, launcher: Launcher) -> None:
+        """Submit the sampler, if outputs are requested."""
         if self._outputs.count:
             stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self._outputs.count)
-            build.add_work(stage, self._sample, is_fixed=False)
+            launcher.run(Lane.DEVICE, stage, self._sample)
 
     def _offloaded_passes(self, products: OffloadedMatmuls | None) -> list[OffloadedPass]:
         turns = range(self._config.num_layers, self._config.num_layers + 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.driver import stream_wait_value, stream_write_value
-from neo_desktop.engine.execute.lane import HostStep, Signal, Work
+from neo_desktop.engine.execute.lane import HostTask, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.native.relay import DONE, READY
@@ -172,12 +172,13 @@ class RelayLane:
     def begin(self, watch: Watchdog) -> None:
         """Do nothing: the relay's owner sets its timeout."""
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""
-        assert step.flags is not None
+        assert task.flags is not None
         self._told_by.wait(after)
-        stream_write_value(self._told_by.stream, step.flags[READY, :1])
-        return _Flag(self._told_by.mark("the raise of a flag"), step.flags[DONE, :1], stage.words)
+        stream_write_value(self._told_by.stream, task.flags[READY, turn, :1])
+        raised = self._told_by.mark("the raise of a flag")
+        return _Flag(raised, task.flags[DONE, turn, :1], task.stage(turn).words)
 
     def cancel(self) -> None:
         """Do nothing: the relay's owner cancels it."""

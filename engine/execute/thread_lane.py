@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.execute.lane import HostStep, Signal, Work
+from neo_desktop.engine.execute.lane import HostTask, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker import Worker, has_ended
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
@@ -60,8 +60,8 @@ class ThreadLane:
         self._tasks.append(future)
         return _Task(future, self)
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        return self.submit(stage, step.work, after)
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        return self.submit(task.stage(turn), partial(task.step, turn), after)
 
     def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watchdog) -> None:
         for signal in after:

@@ -13,7 +13,7 @@ from torch_layer import TorchLayer
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.execute import moves as block_moves
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.kv_tier import KVTier
@@ -179,7 +179,7 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     q = torch.randn(2, group * KV_HEADS, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
     layer.spec = layer.spec._replace(window=window)
-    layer.decode(q, k[:2], v[:2], new, tables, lens, out)
+    layer.decode(DecodeRows(q, tables, lens, out, k[:2], v[:2], new))
 
     for row, context in enumerate(contexts):
         keys, values = read(layer, context, rows_dtype)
