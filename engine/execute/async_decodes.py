@@ -44,7 +44,7 @@ class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        attention: The attention of each tier, all with the same slots.
+        attention: One task per tier, all with the same slots.
         old: Index of the set of buffers to read.
     """
 

@@ -1,6 +1,7 @@
 """Lanes: queues that carry out an iteration's work in order, and in parallel to each other."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -111,16 +112,14 @@ def device_step(stage: Stage, work: Work, *, is_capturable: bool = True) -> Step
     return Step(lambda launcher: launcher.run(Lane.DEVICE, stage, work), is_capturable)
 
 
-class AnyLane(Protocol):
-    """A queue of work. One thread submits, cancels and joins; any thread may close."""
+class AnyLane:
+    """A queue of work. One thread submits, cancels and joins; any thread may close. The base does nothing."""
 
     def begin(self, watch: Watchdog) -> None:
         """Set the watchdog for the next iteration. The lane must be idle."""
-        ...
 
     def cancel(self) -> None:
         """Drop work that has not begun; its signals fail."""
-        ...
 
     def join(self) -> None:
         """Block until all work has ended or was dropped; raise the first exception of the work.
@@ -128,28 +127,25 @@ class AnyLane(Protocol):
         Raises:
             EngineLostError: Some work did not end.
         """
-        ...
 
     def stop(self) -> None:
         """Drop work that has not begun and accept no more; does not block."""
-        ...
 
     def close(self) -> None:
         """Stop, and block until the lane has ended or timed out. May be called again."""
-        ...
 
 
-class WorkLane(AnyLane, Protocol):
+class WorkLane(AnyLane, ABC):
     """A lane of callables."""
 
+    @abstractmethod
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Carry out `work` after all earlier work of this lane and after the signals."""
-        ...
 
 
-class HostLane(AnyLane, Protocol):
+class HostLane(AnyLane, ABC):
     """A lane of the CPU's tasks."""
 
+    @abstractmethod
     def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
         """Do a step after all earlier steps of this lane and after the signals."""
-        ...

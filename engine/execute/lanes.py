@@ -45,7 +45,7 @@ class _Done:
 _DONE = _Done()
 
 
-class CallerLane:
+class CallerLane(WorkLane):
     """The device's lane of a model on the CPU: the calling thread."""
 
     def __init__(self, timeline: Timeline | None) -> None:
@@ -70,18 +70,6 @@ class CallerLane:
     def wait(self, signals: Sequence[Signal]) -> None:
         for signal in signals:
             signal.wait()
-
-    def cancel(self) -> None:
-        """Do nothing: all submitted work has ended."""
-
-    def join(self) -> None:
-        """Do nothing: all submitted work has ended."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Lanes:

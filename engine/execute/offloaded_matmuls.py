@@ -281,11 +281,6 @@ class OffloadedPass:
         others = [host.task for name, host in self.hosts.items() if name != "output"]
         return [*before, *([] if self.experts.host is None else [self.experts.host.task]), *others]
 
-    def stream(self) -> WeightStream:
-        """Return a stream of the pieces in every turn."""
-        turns = range(self.products.num_turns)
-        return self.products.stream(piece for turn in turns for piece in self.pieces(turn))
-
     def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
         """Yield the pieces that a turn streams to the device."""
         stage = Stage("weights", turn, self.index, self.rows)

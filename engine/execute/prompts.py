@@ -1,10 +1,10 @@
 """The prompt chunks of a sub-batch, tier by tier: the device attends, independent of the tier."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,45 +30,32 @@ from neo_desktop.models.stages import Stages
 STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
 
 
-class Prompts(Protocol):
+class Prompts(ABC):
     """Prompt chunks of one tier.
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch.
     """
 
-    @property
-    def fetches(self) -> bool:
-        """True if earlier KV has to be fetched one layer ahead."""
+    fetches = False  # True if earlier KV has to be fetched one layer ahead
+    tasks: Sequence[HostTask] = ()  # the CPU's or a worker's transfers
 
-    @property
-    def tasks(self) -> Sequence[HostTask]:
-        """The CPU's or a worker's transfers."""
-
-    def fetch(self, launcher: Launcher, layer: int) -> None:
+    def fetch(self, launcher: Launcher, layer: int) -> None:  # noqa: B027  the device has earlier KV
         """Start to copy the chunks' earlier KV to the device, if it is elsewhere."""
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V in the tier; return the signals that attention has to wait for."""
+        return ()
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         """Attend from the chunks to their contexts, as work on the device's lane."""
 
-    def attended(self, launcher: Launcher) -> None:
+    def attended(self, launcher: Launcher) -> None:  # noqa: B027  the device has stored the rows
         """Finish a layer after its attention was submitted to the device."""
 
 
-class DevicePrompts:
-    """Chunks with KV in the device's memory."""
-
-    fetches = False
-    tasks: Sequence[HostTask] = ()
+class DevicePrompts(Prompts):
+    """Chunks with KV in the device's memory. `attend` or the rotation kernel stores rows."""
 
     def __init__(self, pool: KVPool, chunks: Sequence[Prefill]) -> None:
         self._pool = pool
@@ -76,21 +63,7 @@ class DevicePrompts:
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         self._slots = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
 
-    def fetch(self, launcher: Launcher, layer: int) -> None:
-        """Do nothing: earlier KV is on the device."""
-
-    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """Do nothing: `attend` or the rotation kernel stores rows."""
-        return ()
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         cache = self._pool.layer(layer)
         if not self._pool.fused_kv_append:
             cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
@@ -101,11 +74,8 @@ class DevicePrompts:
                 cache.read(group.slots, contexts)
             group.attend(q, contexts, out, spec)
 
-    def attended(self, launcher: Launcher) -> None:
-        """Do nothing."""
 
-
-class HostPrompts:
+class HostPrompts(Prompts):
     """Chunks with KV in host memory.
 
     Args:
@@ -143,14 +113,8 @@ class HostPrompts:
             shape = (2, num_earlier, *row_shape)
             self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._ends = list(accumulate(map(len, earlier), initial=0))
-
-    @property
-    def fetches(self) -> bool:
-        return self._back is not None
-
-    @property
-    def tasks(self) -> Sequence[HostTask]:
-        return [each.task for each in (self._back, self._there) if each is not None]
+        self.fetches = self._back is not None
+        self.tasks = [each.task for each in (self._back, self._there) if each is not None]
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         if self._back is None:
@@ -166,14 +130,7 @@ class HostPrompts:
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from neo_desktop.engine.execute.lane import HostTask, Signal
+from neo_desktop.engine.execute.lane import HostLane, HostTask, Signal
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.watchdog import Watchdog
 
 
-class WorkerLane:
+class WorkerLane(HostLane):
     """Two threads: one sends rows, the other receives the answers in the same order (Lamina, section 5.2).
 
         sends    |rows 0|        |rows 1|            |rows 0, next layer|

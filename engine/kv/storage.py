@@ -112,7 +112,7 @@ class KVPool:
         """Return a pool over the same memory with these layers, in this order; `parts` stay complete."""
         pool = copy.copy(self)
         pool._layers = [self._layers[index] for index in indices]
-        vars(pool).pop("host_caches", None)  # those of all layers
+        vars(pool).pop("host_caches", None)  # it has other layers
         return pool
 
 

@@ -10,7 +10,6 @@ import torch
 from certificates import make_certificate
 from executors import thread_executor
 from pipeline_case import BLOCK_SIZE, check_result, make_storage, sampling_input, tiny_model
-from torch import Tensor
 from workers import SECRET, running_worker, shape_of, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
@@ -19,6 +18,7 @@ from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
@@ -42,10 +42,10 @@ class Gate:
         self.begun, self.opened = threading.Semaphore(0), threading.Event()
         gate = self
 
-        def decode(self: HostLayer, q: Tensor, *others: Tensor) -> None:
+        def decode(self: HostLayer, rows: DecodeRows) -> None:
             gate.begun.release()
             assert gate.opened.wait(TIMEOUT_S)
-            others[5].copy_(q)
+            rows.out.copy_(rows.q)
 
         monkeypatch.setattr(HostLayer, "decode", decode)
 

@@ -1,6 +1,5 @@
 // The CPU's work in an iteration: one task per kind of work, with a step per layer, or per turn between the
-// attention of two layers. Turn t has the matmuls of layer t - 1 after its attention, and those of layer t
-// before its attention, so the number of turns is the number of layers plus one.
+// attention of two layers. Turn t ends layer t - 1 and begins layer t, so there is one turn more than layers.
 //
 // A thread runs the steps one by one, or a relay does when flags in memory say so (see relay.h).
 #pragma once

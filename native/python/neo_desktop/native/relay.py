@@ -21,8 +21,8 @@ RelayStalledError = _native.RelayStalledError
 def empty_flags(num_turns: int, *, pinned: bool) -> Tensor:
     """Allocate the flags of a task: [2, num_turns, FLAG_INTS] int32.
 
-    flags[READY, turn, 0] becomes 1 when the device has done its part of a turn or layer (q, k and v are in
-    host memory), flags[DONE, turn, 0] when the task has (the output is). The rest is padding.
+    flags[READY, turn, 0] becomes 1 when the device has done its part: q, k and v are in host memory.
+    flags[DONE, turn, 0] becomes 1 when the task has written the output. The rest is padding.
     """
     return torch.zeros(2, num_turns, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
 
@@ -30,8 +30,8 @@ def empty_flags(num_turns: int, *, pinned: bool) -> Tensor:
 class HostTask:
     """A kind of work of the CPU in an iteration, with a step per layer, or per turn.
 
-    A turn lies between the attention of two layers: turn t has the matmuls of layer t - 1 after its
-    attention, and those of layer t before its attention. So there is one turn more than layers.
+    A turn is the work between the attention of two layers, so there is one turn more than layers. Turn t ends
+    layer t - 1 and begins layer t.
 
     The functions of this module make tasks, and raise ValueError for invalid arguments. A task keeps the
     memory of its arguments alive.
