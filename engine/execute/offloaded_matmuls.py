@@ -169,6 +169,8 @@ class OffloadedMatmuls:
         self.num_turns = decoder.config.num_layers + 1
         self.splits = stages.offloaded_matrices
         self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
+        # (sub-batch, rows, turns, shares) -> matmuls; making them is slow
+        self._passes: dict[tuple[int, int, range, tuple[float, float]], OffloadedPass] = {}
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_moe: dict[float, dict[int, DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
@@ -226,6 +228,10 @@ class OffloadedMatmuls:
 
         Matmuls of a sub-batch share memory, so they must run one after the other.
         """
+        shares = self._decoder.streamed_shares.of(rows), self._decoder.streamed_experts.of(rows)
+        key = index, rows, turns, shares
+        if key in self._passes:
+            return self._passes[key]
         room = self._rooms.of(index, rows)
         divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
         hosts = {}
@@ -233,7 +239,10 @@ class OffloadedMatmuls:
             on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if on_host:
                 hosts[name] = HostProduct.of(name, index, rows, on_host, self.num_turns, room)
-        return OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+        made = OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+        if rows <= self._rooms.graph_rooms[index].rows:  # only few sizes exist, and their buffers stay
+            self._passes[key] = made
+        return made
 
     def stream(self, pieces: Iterable[tuple[Stage, Piece | ExpertPiece]]) -> WeightStream:
         """Return a stream of an iteration's pieces, in the order of their use."""

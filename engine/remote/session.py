@@ -6,7 +6,6 @@ Only the engine knows the owners of the blocks.
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -141,9 +140,6 @@ class _Desk:
             return self._store(header, inputs)
         if header.kind == Kind.READ:
             return self._read(header)
-        if header.kind == Kind.PING:
-            self._channel.read_into(header)
-            return partial(self._channel.send, Kind.PONG)
         raise ProtocolError(f"message {header.kind} is unknown")
 
     def _keep_tables(self, header: Header) -> None:
