@@ -142,25 +142,6 @@ class MoE:
             own, scratch = ids_among(ids, piece.first, piece.count), room.first(len(x[rows]))
             self._operators.multiply_experts(experts, x[rows], own, weights, scratch, out[rows], adds)
 
-    def multiply_on_host(
-        self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
-    ) -> None:
-        """Write the results of the CPU's experts to `out`; all tensors are in host memory.
-
-        Args:
-            x: [n, hidden]
-            ids: [n, per token] int32: index among the host experts; -1: none.
-            weights: [n, per token] float32
-            room: of at least as many rows.
-            out: [n, hidden]
-        """
-        assert self.on_host is not None
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            first_rows = room.first(len(x[rows]))
-            scratch = first_rows.gate_up, first_rows.gated, first_rows.products
-            native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
-
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Compute the network on x `[n, hidden]`, into `out` `[n, hidden]`, which must not alias x.
 

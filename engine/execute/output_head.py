@@ -62,12 +62,9 @@ class OutputHead:
             end_some = self._end_all if self._takes_all else self._end_needed
             yield Step(partial(end_some, linears), is_capturable=False)
             return
-        for number, (each, stage, out) in enumerate(self._all_rows()):
-            state = each.memory.state
-            yield from linears.steps(_at_once, stage, state, _nowhere, self._products_of(number))
-            yield device_step(stage, partial(self._stages.final_norm, state, out))
+        rows = sum(each.memory.rows.count for each in self._passes)
+        yield from self._all(linears, self._workspace.last_hidden[:rows])
         if self._stages.has_head:
-            rows = sum(each.memory.rows.count for each in self._passes)
             stage = Stage("most probable", self._config.num_layers, NO_SUB_BATCH, rows)
             yield device_step(stage, partial(self._choose, rows))
 
@@ -86,18 +83,14 @@ class OutputHead:
         count = sum(len(each.last_rows) for each in self._passes)
         return [products.of_rows(0, count, turns)] if count else []
 
-    def _all_rows(self, out: Tensor | None = None) -> list[tuple[SubBatchPass, Stage, Tensor]]:
-        """Return each sub-batch, its stage, and the target of its rows' hidden states.
-
-        Args:
-            out: the target for every row; None: the workspace's.
-        """
-        counts = [each.memory.rows.count for each in self._passes]
-        outs = torch.split(self._workspace.last_hidden[: sum(counts)] if out is None else out, counts)
-        return [
-            (each, Stage("linear", self._config.num_layers, each.memory.index, count), out)
-            for each, count, out in zip(self._passes, counts, outs, strict=True)
-        ]
+    def _all(self, linears: Linears, hidden: Tensor) -> Iterator[Step]:
+        """Yield the steps that end the last layer for every row, into `hidden` [rows, hidden]."""
+        outs = torch.split(hidden, [each.memory.rows.count for each in self._passes])
+        for number, (each, out) in enumerate(zip(self._passes, outs, strict=True)):
+            state = each.memory.state
+            stage = Stage("linear", self._config.num_layers, each.memory.index, len(out))
+            yield from linears.steps(_at_once, stage, state, _nowhere, self._products_of(number))
+            yield device_step(stage, partial(self._stages.final_norm, state, out))
 
     def _products_of(self, number: int) -> OffloadedPass | None:
         return self.products[number] if self.products else None
@@ -106,8 +99,8 @@ class OutputHead:
         """Compute the last hidden state of every row, and keep the needed ones."""
         counts = [each.memory.rows.count for each in self._passes]
         hidden = self._passes[0].memory.state.residual.new_empty(sum(counts), self._config.hidden_size)
-        for number, (each, stage, out) in enumerate(self._all_rows(hidden)):
-            self._end(stage, each.memory.state, out, number, linears, launcher)
+        for step in self._all(linears, hidden):
+            step.submit(launcher)
         firsts = zip(accumulate(counts, initial=0), self._passes, strict=False)
         rows = [first + row for first, each in firsts for row in each.last_rows]
         if not rows:
@@ -131,14 +124,8 @@ class OutputHead:
             scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
             state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
             launcher.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
-        self._end(stage, state, self._last_states, 0, linears, launcher)
-
-    def _end(
-        self, stage: Stage, state: State, out: Tensor, number: int, linears: Linears, launcher: Launcher
-    ) -> None:
-        """End the last layer for all rows of a state; `number` indexes the offloaded passes."""
-        linears.submit(launcher, stage, state, None, self._products_of(number))
-        launcher.run(Lane.DEVICE, stage, partial(self._stages.final_norm, state, out))
+        linears.submit(launcher, stage, state, None, self._products_of(0))
+        launcher.run(Lane.DEVICE, stage, partial(self._stages.final_norm, state, self._last_states))
 
     def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
         """Gather the last rows of several sub-batches, so that the weights are read only once."""

@@ -139,9 +139,9 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    kinds = ((HostLayer, torch.int8), (TorchLayer, dtype))
-    host, device = (make_pool(kind, kept_as, 16).with_layers([0]) for kind, kept_as in kinds)
-    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage({KVTier.HOST: host, KVTier.DEVICE: device})
+    host, device = make_pool(HostLayer, torch.int8, 16), make_pool(TorchLayer, dtype, 16)
+    first = {KVTier.HOST: host.with_layers([0]), KVTier.DEVICE: device.with_layers([0])}
+    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage(first)
     rows = some_rows(len(slots), dtype)
     host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     for _ in range(5):
