@@ -18,7 +18,7 @@ from neo_desktop.models.linear.packed import PackedMatrix, huge_pages
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.models.shapes import shape
-from neo_desktop.native.relay import READY, Relay, RelayProduct, empty_flags
+from neo_desktop.native.relay import READY, Relay, empty_flags, matmul_task
 
 DENSE = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Layers:
         while self.nbytes + layer_bytes // 2 < num_bytes:
             for name, of in sizes:
                 self.matrices[name].append(matrix(type_name, of.rows, of.columns))
-        self.relay = Relay([], num_layers=len(self.matrices["qkv"]))
+        self.relay = Relay()
 
     @property
     def nbytes(self) -> int:
@@ -63,23 +63,23 @@ class Layers:
 
     def seconds(self, rows: int) -> float:
         """Multiply this many rows with all matrices; return the seconds."""
-        items = []
+        tasks = []
         for name, those in self.matrices.items():
-            turns = [each.native for each in those]
-            items.append(
-                RelayProduct(
+            turns, lag = [each.native for each in those], int(name != "qkv")
+            tasks.append(
+                matmul_task(
                     name,
-                    lag := int(name != "qkv"),
                     [None, *turns] if lag else [*turns, None],
                     torch.randn(rows, self.columns[name], dtype=self.dtype),
                     torch.empty(rows * max(each.rows for each in those), dtype=self.dtype),
                     empty_flags(len(those) + 1, pinned=False),
-                    those,
+                    lag=lag,
+                    owners=those,
                 )
             )
-        self.relay.start(items)
-        for item in items:
-            item.flags[READY, :, 0] = 1
+        self.relay.start(tasks)
+        for task in tasks:
+            task.flags[READY, :, 0] = 1
         steps = self.relay.finish()
         return (steps[-1].end_ns - steps[0].start_ns) / 1e9
 

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -33,13 +32,13 @@ from neo_desktop import native
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute import lanes
 from neo_desktop.engine.execute.backend import ThreadBackend
-from neo_desktop.engine.execute.lane import HostStep, Signal
+from neo_desktop.engine.execute.lane import HostTask, Signal
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
@@ -99,9 +98,8 @@ def serve(token_us: float) -> None:
     if token_us:
         decode = HostLayer.decode
 
-        def slow(self: HostLayer, *arguments: Any) -> None:
-            tokens = int(arguments[5].sum())
-            throttled(partial(decode, self, *arguments), tokens * token_us / 1e6)
+        def slow(self: HostLayer, rows: DecodeRows) -> None:
+            throttled(partial(decode, self, rows), int(rows.context_lens.sum()) * token_us / 1e6)
 
         HostLayer.decode = slow  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -128,8 +126,8 @@ class InTurn(WorkerLane):
 
     _before: Sequence[Signal] = ()
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        answered = super().submit_step(stage, step, (*after, *self._before))
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        answered = super().submit_step(task, turn, (*after, *self._before))
         self._before = (answered,)
         return answered
 

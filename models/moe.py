@@ -140,22 +140,6 @@ class MoE:
             among = ids_among(own, piece.first, piece.count)
             self._operators.multiply_experts(experts, some, among, shares, scratch, into, adds)
 
-    def multiply_on_host(
-        self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
-    ) -> None:
-        """Write the results of the CPU's experts to `out`; all tensors are in host memory.
-
-        Args:
-            x: [n, hidden]
-            ids: [n, per token] int32: index among the host experts; -1: none.
-            weights: [n, per token] float32
-            room: of at least as many rows.
-            out: [n, hidden]
-        """
-        assert self.on_host is not None
-        for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
-            _multiply_packed(self.on_host, some, own, shares, scratch, into)
-
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     """Return layer -> MoE, for the layers with experts."""

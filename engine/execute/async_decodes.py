@@ -26,8 +26,8 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import HostBatch, OffloadBuffers, padded_block_tables
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.host import OffloadBuffers, padded_block_tables
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
@@ -44,18 +44,18 @@ class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        batches: One batch per tier, all with the same slots.
+        attention: One task per tier, all with the same slots.
         old: Index of the set of buffers to read.
     """
 
     memory: Memory
     buffers: "AsyncBuffers"
     stages: Stages
-    batches: Sequence[HostBatch]
+    attention: Sequence[HostTask]
     old: int
 
     def __post_init__(self) -> None:
-        self.on_host = self.batches
+        self.tasks = self.attention
         self.key = self.old
 
     @property
@@ -66,8 +66,8 @@ class AsyncDecodes(Attender):
         """Save the decodes that passed a stage, and load the decodes of the next stage."""
         stage = Stage("async q, k, v", layer, self.memory.index, self._count)
         sent = launcher.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
-        for batch in self.batches:
-            launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
+        for task in self.tasks:
+            launcher.host(task, layer, (sent,))
         stage = Stage("async o", layer, self.memory.index, self._count)
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
@@ -151,21 +151,13 @@ class AsyncBuffers:
         sequences = [sequence for group in async_groups for sequence in group]
         tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in sequences])
         lens = torch.tensor([0 if s is None else s.context_len for s in sequences], dtype=torch.int32)
-        batches = []
+        tasks = []
         # Every tier gets a batch, since equal graphs raise the same flags. An empty CPU-cache stays empty.
         for tier, flags in self.flags.items():
             if tier.cpu_attends and not self._storage[tier].num_blocks:
                 continue
             is_here = torch.tensor([s is not None and s.tier == tier for s in sequences])
-            batches.append(
-                HostBatch(
-                    tier,
-                    self._storage[tier],
-                    self._stages.config,
-                    memory.index,
-                    OffloadBuffers(self.qkv[:, :count], self.out[1 - self.newest, :, :count], flags),
-                    tables.view(*shape, tables.shape[1]),
-                    (lens * is_here).view(shape),
-                )
-            )
-        yield AsyncDecodes(memory, self, self._stages, batches, self.newest)
+            buffers = OffloadBuffers(self.qkv[:, :count], self.out[1 - self.newest, :, :count], flags)
+            of_tier = tables.view(*shape, tables.shape[1]), (lens * is_here).view(shape)
+            tasks.append(buffers.attention(self._storage[tier], memory.index, *of_tier))
+        yield AsyncDecodes(memory, self, self._stages, tasks, self.newest)

@@ -2,9 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Launcher, Signal
-from neo_desktop.engine.execute.transfers import HostTransfer
+from neo_desktop.engine.execute.lane import HostTask, Launcher, Signal
 
 
 class Attender:
@@ -14,13 +12,11 @@ class Attender:
     `release`, and `collect` before the next linear stages. The base class does nothing.
     """
 
-    is_fixed = True  # False: attention depends on more than the iteration's sizes, so no graph contains it
+    is_capturable = True  # False: attention depends on more than the iteration's sizes
     fetches = False  # True: `fetch` submits work that no graph contains
     spans_layers = False  # True: its copies flow through all layers, so one graph contains all layers or none
     key: Hashable = None  # what its work in graphs depends on, besides the iteration's sizes
-    on_host: Sequence[HostWork] = ()  # work of the CPU or a worker, in the device's order
-    transfers_ahead: Sequence[HostTransfer] = ()  # the CPU's transfers, one layer ahead
-    transfers_behind: Sequence[HostTransfer] = ()  # the CPU's transfers after the layer's computation
+    tasks: Sequence[HostTask] = ()  # work of the CPU or a worker, in the device's order
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         """Start the copies that a layer needs."""

@@ -3,9 +3,10 @@
 import ctypes
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -13,9 +14,8 @@ import torch
 from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
-from neo_desktop.engine.execute.lane import Lane, Signal
+from neo_desktop.engine.execute.lane import Lane, Signal, Step
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
-from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
 from neo_desktop.engine.watchdog import Watchdog
@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
 
-NEVER_FIXED = (Lane.STORE, Lane.SWAP)  # lanes whose work depends on the plan
+NEVER_CAPTURED = (Lane.STORE, Lane.SWAP)  # lanes whose work depends on the plan
 
 
 class AnyProgram(Protocol):
@@ -33,10 +33,15 @@ class AnyProgram(Protocol):
 
     @property
     def key(self) -> object:
-        """Graph key: programs with equal keys have the same fixed parts."""
+        """Graph key: programs with equal keys have the same capturable steps."""
 
-    def parts(self) -> Sequence[Part]:
-        """Return the parts in order."""
+    def steps(self) -> Iterable[Step]:
+        """Return the steps in order."""
+
+
+def sections(program: AnyProgram) -> list[tuple[bool, Sequence[Step]]]:
+    """Return the longest runs of capturable and of other steps, in order."""
+    return [(can, tuple(steps)) for can, steps in groupby(program.steps(), lambda step: step.is_capturable)]
 
 
 class Backend(Protocol):
@@ -55,7 +60,7 @@ class Backend(Protocol):
 
         Args:
             with_flags: True if relays do the CPU's part.
-            with_graphs: True if its fixed parts may become graphs.
+            with_graphs: True if its capturable steps may become graphs.
 
         Returns:
             True if later programs of its key will be faster: kernels were compiled, or graphs captured.
@@ -115,8 +120,8 @@ class ThreadBackend:
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         """Run a program; the device's part has ended when this returns."""
-        for part in program.parts():
-            part(self._lanes)
+        for step in program.steps():
+            step.submit(self._lanes)
         return False
 
     def wait(self) -> None:
@@ -151,7 +156,7 @@ class StreamBackend:
     """The backend for a GPU, on streams and graphs.
 
     The first program of a key launches its stages one by one, which compiles their kernels. From the second
-    program on, the fixed parts are graphs: captured once, and launched again in later programs.
+    program on, each section of capturable steps is a graph: captured once, and launched again later.
 
     Graphs are dropped all together. They share the cuBLAS workspace of their stream, and torch (2.13) frees
     it with the first dropped graph: the remaining graphs would write to freed memory.
@@ -203,21 +208,22 @@ class StreamBackend:
         self._used = self._lanes[with_flags]
         self._has_failed = False
         self._fork()
-        key, spans, parts = program.key, [], program.parts()
+        key, spans, parts = program.key, [], sections(program)
         is_new = key not in self._seen
-        is_graph = with_graphs and not is_new and any(part.is_fixed for part in parts)
+        is_graph = with_graphs and not is_new and any(can for can, _ in parts)
         if with_graphs:
             self._seen.add(key)
         if is_graph and key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
             self.forget()
         graphs = self._graphs.setdefault(key, {}) if is_graph else {}
         is_new = is_new or (is_graph and not graphs)
-        for number, part in enumerate(parts):
-            if not (is_graph and part.is_fixed):
-                part(self._used)
+        for number, (can, steps) in enumerate(parts):
+            if not (is_graph and can):
+                for step in steps:
+                    step.submit(self._used)
                 continue
             if number not in graphs:
-                graphs[number] = self._capture(part)
+                graphs[number] = self._capture(steps)
             with torch.cuda.stream(self._device):
                 graphs[number].graph.replay()
             spans += graphs[number].spans
@@ -250,7 +256,7 @@ class StreamBackend:
         for lanes in self._lanes.values():
             lanes.close()
 
-    def _capture(self, part: Part) -> _Graph:
+    def _capture(self, steps: Sequence[Step]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         tape = self._tape
         with torch.cuda.stream(self._device):
@@ -260,7 +266,8 @@ class StreamBackend:
                 tape.number += 1
                 try:
                     self._fork()
-                    part(self._used)
+                    for step in steps:
+                        step.submit(self._used)
                     self._join()
                 except BaseException:
                     with suppress(RuntimeError):  # the original error matters more
@@ -317,13 +324,13 @@ class StreamBackend:
         """Make all streams wait for the device's stream, which includes them in a capture."""
         begin = self._device.record_event()
         for lane, stream in self._streams.items():
-            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
+            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_CAPTURED):
                 stream.wait_event(begin)
 
     def _join(self) -> None:
         """Make the device's stream wait for all others."""
         for lane, stream in self._streams.items():
-            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
+            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_CAPTURED):
                 self._device.wait_event(stream.record_event())
 
 

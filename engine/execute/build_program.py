@@ -153,8 +153,8 @@ class ProgramBuilder:
     ) -> Program:
         ending = OutputHead(self._stages, self._workspace, passes, self.products, outputs, chooses=chooses)
         used = [each.products for each in passes if each.products is not None] + ending.products
-        are_fixed = memory.is_fixed and all(each.is_fixed for each in passes)
-        linears = Linears(self._stages, self.products, used, are_fixed=are_fixed)
+        can = memory.is_fixed and all(each.is_capturable for each in passes)
+        linears = Linears(self._stages, self.products, used, are_capturable=can)
         return Program(self._workspace, memory, passes, shared, linears, ending, outputs, chooses=chooses)
 
     def _prefetch_stream(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import HostBatch, OffloadBuffers, padded_block_tables
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.host import OffloadBuffers, padded_block_tables
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
-from neo_desktop.engine.kv.layer import Partials
+from neo_desktop.engine.kv.layer import DecodeRows, Partials
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
@@ -26,25 +26,26 @@ class OffloadedDecodes(Attender):
 
     memory: Memory
     rows: slice
-    batch: HostBatch
+    buffers: OffloadBuffers
+    task: HostTask
     attended: Signal | None = None  # end of the attention in the current layer
 
     def __post_init__(self) -> None:
-        self.on_host = (self.batch,)
+        self.tasks = (self.task,)
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
-        batch, target = self.batch, self.batch.offload_buffers.qkv
+        target = self.buffers.qkv
         rows = self.memory.state.qkv[self.rows].view(target.shape)
         stage = Stage("q, k, v", layer, self.memory.index, len(target))
         send = partial(target.copy_, rows, non_blocking=True)
         sent = launcher.run(Lane.TO_HOST, stage, send, (linear,))
-        self.attended = launcher.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
+        self.attended = launcher.host(self.task, layer, (sent,))
         return ()
 
     def collect(self, launcher: Launcher, layer: int) -> Sequence[Signal]:
         if self.attended is None:
             return ()
-        out, rows = self.batch.offload_buffers.out, self.memory.state.attention[self.rows]
+        out, rows = self.buffers.out, self.memory.state.attention[self.rows]
         stage = Stage("o", layer, self.memory.index, len(out))
         bring = partial(rows.copy_, out, non_blocking=True)
         arrived = launcher.run(Lane.TO_DEVICE, stage, bring, (self.attended,))
@@ -79,16 +80,11 @@ class DecodeOffload:
                 continue
             kept = self._kept[tier][memory.index]
             buffers = kept if count <= len(kept.qkv) else self._buffers(count)
-            batch = HostBatch(
-                tier,
-                self._storage[tier],
-                self._model.config,
-                memory.index,
-                OffloadBuffers(buffers.qkv[:count], buffers.out[:count], buffers.flags),
-                padded_block_tables([s.block_table for s in sequences]),
-                torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
-            )
-            yield OffloadedDecodes(memory, memory.rows.decodes_of(index), batch)
+            buffers = OffloadBuffers(buffers.qkv[:count], buffers.out[:count], buffers.flags)
+            tables = padded_block_tables([s.block_table for s in sequences])
+            lens = torch.tensor([s.context_len for s in sequences], dtype=torch.int32)
+            task = buffers.attention(self._storage[tier], memory.index, tables, lens)
+            yield OffloadedDecodes(memory, memory.rows.decodes_of(index), buffers, task)
 
     def _buffers(self, rows: int) -> OffloadBuffers:
         config, dtype, device = self._model.config, self._model.dtype, self._model.device
@@ -127,12 +123,14 @@ class DeviceDecodes(Attender):
         q, k, v = self.stages.heads(state)
         fused_kv_append = self.pool.fused_kv_append
         self.pool.layer(layer).decode(
-            q[rows],
-            None if fused_kv_append else k[rows],
-            None if fused_kv_append else v[rows],
-            self.slots,
-            self.block_tables,
-            self.context_lens,
-            state.attention[rows],
-            self.partials,
+            DecodeRows(
+                q[rows],
+                self.block_tables,
+                self.context_lens,
+                state.attention[rows],
+                None if fused_kv_append else k[rows],
+                None if fused_kv_append else v[rows],
+                self.slots,
+                self.partials,
+            )
         )

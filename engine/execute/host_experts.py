@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import HostTask, Lane
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.moe import MoE
-from neo_desktop.native.relay import RelayExperts
+from neo_desktop.native.relay import experts_task
 
 
 class ExpertRoom:
@@ -46,51 +47,26 @@ class ExpertRoom:
         yield from (self.x, self.out, self.ids, self.weights, self.flags)
 
 
-@dataclass
-class HostExperts(HostWork):
+@dataclass(frozen=True, slots=True)
+class HostExperts:
     """The CPU's experts in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
 
     index: int  # index of the sub-batch
     rows: int
-    moe_layers: Mapping[int, MoE]  # turn -> MoE layer
-    num_turns: int
     room: ExpertRoom
-    busy_ns: int = 0  # CPU time, summed over turns
+    task: HostTask
 
-    @property
-    def flags(self) -> Tensor:
-        return self.room.flags
-
-    @property
-    def arguments(self) -> RelayExperts:
-        """Description of the work for relays."""
-        room, rows = self.room, self.rows
+    @classmethod
+    def of(
+        cls, index: int, rows: int, moe_layers: Mapping[int, MoE], num_turns: int, room: ExpertRoom
+    ) -> Self:
+        """Make the experts of the CPU in these MoE layers, by turn."""
+        experts = [moe_layers[turn].on_host if turn in moe_layers else None for turn in range(num_turns)]
         scratch = room.scratch.first(rows)
-        moe_layers = [self.moe_layers.get(turn) for turn in range(self.num_turns)]
-        return RelayExperts(
-            [None if moe is None else moe.on_host for moe in moe_layers],
-            room.x[:rows],
-            room.ids[:rows],
-            room.weights[:rows],
-            scratch.gate_up,
-            scratch.gated,
-            scratch.products,
-            room.out[:rows],
-            room.flags,
-            self.moe_layers,
-            self.index,
-        )
-
-    def stage(self, turn: int) -> Stage:
-        return Stage("experts on the CPU", turn, self.index, self.rows)
-
-    def carry_out(self, turn: int) -> None:
-        """Compute the output of the CPU's experts."""
-        room, rows = self.room, slice(self.rows)
-        scratch = room.scratch.first(self.rows)
-        self.moe_layers[turn].multiply_on_host(
-            room.x[rows], room.ids[rows], room.weights[rows], scratch, room.out[rows]
-        )
+        given = room.x[:rows], room.ids[:rows], room.weights[:rows]
+        tensors = *given, scratch.gate_up, scratch.gated, scratch.products, room.out[:rows]
+        task = experts_task(experts, tensors, room.flags, owners=moe_layers, index=index)
+        return cls(index, rows, room, HostTask.of(task, Lane.CPU, "experts on the CPU", index, rows))
 
     def what(self, turn: int) -> Stage:
         """Return the stage for the transfers of a turn."""

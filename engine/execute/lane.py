@@ -1,15 +1,19 @@
 """Lanes: queues that carry out an iteration's work in order, and in parallel to each other."""
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.watchdog import Watchdog
+from neo_desktop.native.relay import HostTask as NativeTask
 
 Work = Callable[[], object]
 
@@ -42,13 +46,35 @@ class Signal(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class HostStep:
-    """The CPU's work in one layer: a thread calls it, or flags start it on a relay."""
+@dataclass(eq=False)
+class HostTask:
+    """A piece of the CPU's or a worker's work, with a step per layer or turn of an iteration.
 
-    work: Work
-    flags: Tensor | None  # [2, ints], the layer's part of `native.relay.empty_flags`; None: always a thread
-    ask: Work | None = None  # sends a request to a worker; `work` then takes the answer. None: CPU work
+    A thread runs its steps one by one, or a relay does when flags say so.
+    """
+
+    lane: str  # a lane of the CPU, or a worker's own lane
+    stage: Callable[[int], Stage]  # layer or turn -> its stage, for timelines and messages
+    run: Callable[[int], object]  # does a step; for a worker, takes the answer
+    flags: Tensor | None = None  # see `native.relay.empty_flags`; None: always a thread
+    ask: Callable[[int], object] | None = None  # sends a step's request to a worker; None: CPU work
+    native: NativeTask | None = None  # the same work for relays; None: work of a worker
+    is_awaited: bool = False  # True if the iteration waits for it as attention
+    busy_ns: int = 0  # time, summed over steps
+
+    @classmethod
+    def of(
+        cls, task: NativeTask, lane: Lane, name: str, index: int, rows: int, *, is_awaited: bool = False
+    ) -> Self:
+        """Make a task of the CPU; `name`, `index` of the sub-batch and `rows` describe its stages."""
+        stage = partial(Stage, name, sub_batch=index, tokens=rows)
+        return cls(lane, stage, task.run, task.flags, native=task, is_awaited=is_awaited)
+
+    def step(self, turn: int) -> None:
+        """Do and time a step."""
+        started_ns = time.perf_counter_ns()
+        self.run(turn)
+        self.busy_ns += time.perf_counter_ns() - started_ns
 
 
 class Launcher(Protocol):
@@ -58,8 +84,8 @@ class Launcher(Protocol):
         """Carry out `work` after the signals."""
         ...
 
-    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out a step on the CPU, or on a worker if the lane is a worker's, after the signals."""
+    def host(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        """Do a step of a task on its lane, after the signals."""
         ...
 
     def mark(self) -> Signal:
@@ -71,16 +97,29 @@ class Launcher(Protocol):
         ...
 
 
-class AnyLane(Protocol):
-    """A queue of work. One thread submits, cancels and joins; any thread may close."""
+class Step(NamedTuple):
+    """Work of an iteration that a backend submits to lanes, or captures in a graph.
+
+    Signals do not cross between capturable and other steps: all work passes the device's lane in between.
+    """
+
+    submit: Callable[[Launcher], object]
+    is_capturable: bool = True  # False: it depends on more than the sizes of the iteration
+
+
+def device_step(stage: Stage, work: Work, *, is_capturable: bool = True) -> Step:
+    """Return a step of the device alone."""
+    return Step(lambda launcher: launcher.run(Lane.DEVICE, stage, work), is_capturable)
+
+
+class AnyLane:
+    """A queue of work. One thread submits, cancels and joins; any thread may close. The base does nothing."""
 
     def begin(self, watch: Watchdog) -> None:
         """Set the watchdog for the next iteration. The lane must be idle."""
-        ...
 
     def cancel(self) -> None:
         """Drop work that has not begun; its signals fail."""
-        ...
 
     def join(self) -> None:
         """Block until all work has ended or was dropped; raise the first exception of the work.
@@ -88,28 +127,25 @@ class AnyLane(Protocol):
         Raises:
             EngineLostError: Some work did not end.
         """
-        ...
 
     def stop(self) -> None:
         """Drop work that has not begun and accept no more; does not block."""
-        ...
 
     def close(self) -> None:
         """Stop, and block until the lane has ended or timed out. May be called again."""
-        ...
 
 
-class WorkLane(AnyLane, Protocol):
+class WorkLane(AnyLane, ABC):
     """A lane of callables."""
 
+    @abstractmethod
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Carry out `work` after all earlier work of this lane and after the signals."""
-        ...
 
 
-class HostLane(AnyLane, Protocol):
-    """A lane of the CPU's steps."""
+class HostLane(AnyLane, ABC):
+    """A lane of the CPU's tasks."""
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out a step after all earlier steps of this lane and after the signals."""
-        ...
+    @abstractmethod
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        """Do a step after all earlier steps of this lane and after the signals."""

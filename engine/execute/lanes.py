@@ -21,7 +21,7 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, EngineLostError
-from neo_desktop.engine.execute.lane import HostLane, HostStep, Lane, Signal, Work, WorkLane
+from neo_desktop.engine.execute.lane import HostLane, HostTask, Lane, Signal, Work, WorkLane
 from neo_desktop.engine.execute.stream_lane import TIMEOUT_WITH_RELAYS, RelayLane, StreamLane, Tape
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -45,7 +45,7 @@ class _Done:
 _DONE = _Done()
 
 
-class CallerLane:
+class CallerLane(WorkLane):
     """The device's lane of a model on the CPU: the calling thread."""
 
     def __init__(self, timeline: Timeline | None) -> None:
@@ -70,18 +70,6 @@ class CallerLane:
     def wait(self, signals: Sequence[Signal]) -> None:
         for signal in signals:
             signal.wait()
-
-    def cancel(self) -> None:
-        """Do nothing: all submitted work has ended."""
-
-    def join(self) -> None:
-        """Do nothing: all submitted work has ended."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Lanes:
@@ -154,12 +142,14 @@ class Lanes:
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         return self._work[lane].submit(stage, work, after)
 
-    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        return (self._host.get(lane) or self._worker_lane(lane, step)).submit_step(stage, step, after)
+    def host(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        lane = self._host.get(task.lane) or self._worker_lane(task)
+        return lane.submit_step(task, turn, after)
 
-    def _worker_lane(self, name: str, step: HostStep) -> HostLane:
-        if self._with_flags and step.flags is not None:
+    def _worker_lane(self, task: HostTask) -> HostLane:
+        if self._with_flags and task.flags is not None:
             return self._host[Lane.CPU]  # the same stream raises its flags
+        name = task.lane
         lane = WorkerLane(name, self._timeline)
         lane.begin(self._watch)
         with self._changes:

@@ -1,15 +1,14 @@
 """Linear stages of an iteration: whole, or cut at offloaded matmuls (HeteGen) or all-reduces (Megatron)."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
-from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import WeightStream
 from neo_desktop.models.operators import Store
+from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import State
 
@@ -23,7 +22,7 @@ class Linears:
     Args:
         products: The model's offloaded matrices; None: it has none.
         used: Their matmuls in this iteration, in the device's order.
-        are_fixed: True if graphs contain the iteration's fixed parts.
+        are_capturable: True if graphs contain them.
     """
 
     def __init__(
@@ -32,44 +31,57 @@ class Linears:
         products: OffloadedMatmuls | None,
         used: Sequence[OffloadedPass],
         *,
-        are_fixed: bool,
+        are_capturable: bool,
     ) -> None:
         self.stages = stages
-        self.are_fixed = are_fixed and stages.writes_in_place
+        self.are_capturable = are_capturable and stages.writes_in_place
         # Ranks cut their stages at all-reduces, which no graph contains; that only pays with graphs.
-        self._is_cut_at_sums = stages.is_part and self.are_fixed
-        # Streams rows of offloaded matrices to the device; None: the model has none.
-        self.stream: WeightStream | None = None
-        if products is not None:
-            indices = range(stages.config.num_layers + 1)
-            self.stream = products.stream(p for index in indices for each in used for p in each.pieces(index))
+        self.are_cut_at_sums = stages.is_part and self.are_capturable
+        self._products, self._used = products, used
 
     @property
-    def on_host(self) -> list[HostWork]:
-        """The CPU's copies of weights."""
-        return [] if self.stream is None or self.stream.staged is None else [self.stream.staged]
+    def streams(self) -> bool:
+        """True if rows of weights are streamed to the device, through all layers."""
+        return self._products is not None
 
-    def add(
+    @cached_property
+    def stream(self) -> WeightStream | None:
+        """The stream of rows of offloaded matrices to the device; None: the model has none."""
+        if self._products is None:
+            return None
+        indices = range(self.stages.config.num_layers + 1)
+        return self._products.stream(p for i in indices for each in self._used for p in each.pieces(i))
+
+    @property
+    def tasks(self) -> list[HostTask]:
+        """The CPU's copies of weights."""
+        if self._products is None or self._products.staging is None:
+            return []
+        return [] if self.stream is None or self.stream.task is None else [self.stream.task]
+
+    def steps(
         self,
-        build: PartBuilder,
         begin: Begin,
         stage: Stage,
         state: State,
         store: Callable[[], Store | None],
         products: OffloadedPass | None,
-        *,
-        is_fixed: bool,
-    ) -> None:
-        """Add a stage to the iteration's parts; see `submit`."""
-        if self._is_cut_at_sums:
-            build.add(lambda launcher: launcher.wait(begin(launcher)), is_fixed=is_fixed)
-            build.add_steps(stage, self.stages.steps(stage.layer, state, store()), is_fixed=is_fixed)
+    ) -> Iterator[Step]:
+        """Yield the steps of a stage, and the all-reduces between them; see `submit`."""
+        if not self.are_cut_at_sums:
+
+            def submit(launcher: Launcher) -> None:
+                self.submit(launcher, stage, state, store(), products, begin(launcher))
+
+            yield Step(submit)
             return
-
-        def submit(launcher: Launcher) -> None:
-            self.submit(launcher, stage, state, store(), products, begin(launcher))
-
-        build.add(submit, is_fixed=is_fixed)
+        yield Step(lambda launcher: launcher.wait(begin(launcher)))
+        for step in self.stages.steps(stage.layer, state, store()):
+            if step.work is not None:
+                yield device_step(stage, step.work)
+            if step.cut is not None:
+                assert not isinstance(step.cut, Product | DividedExperts)  # ranks have no offloaded weights
+                yield device_step(stage._replace(name="sum"), step.cut, is_capturable=False)
 
     def submit(
         self,

@@ -29,7 +29,7 @@ from neo_desktop.engine.cuda.errors import (
 from neo_desktop.engine.execute.backend import Backend
 from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
-from neo_desktop.engine.execute.host import HostBatch, Relays
+from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Capacity, GraphKey, Rows
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
@@ -105,7 +105,7 @@ class ModelRunner(Executor):
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(tier.host_attends for tier in storage.tiers)
-        self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
+        self._relays = Relays() if has_host and self._may_use_flags else None
         self._pause = 0  # remaining iterations without graphs
         self._changes = fallbacks.changes  # at the capture of the graphs, which contain the chosen kernels
         self._is_closed = False
@@ -335,17 +335,17 @@ class ModelRunner(Executor):
         rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
         for_graphs = with_graphs or self._always_rounds
         program = self._builder.build(plan, rows_of_tokens, for_graphs=for_graphs)
-        on_host, transfers = program.on_host, program.transfers
+        tasks = program.tasks
         with_flags = self._relays is not None and self._may_use_flags
-        if (on_host or transfers) and not with_flags:
+        if tasks and not with_flags:
             with_graphs = False  # the CPU's part runs on threads, which need Python between layers
-        relays = self._relays if with_flags and (on_host or transfers) else None
+        relays = self._relays if with_flags and tasks else None
         if relays is not None:
-            relays.start(on_host, transfers, watch)
+            relays.start(tasks, watch)
         is_first = self._backend.start(
             program,
             with_flags=with_flags,
-            with_graphs=with_graphs and program.is_fixed and self._fits(program.graph_key),
+            with_graphs=with_graphs and program.is_capturable and self._fits(program.graph_key),
         )
         self._rows_of_tokens = program.outputs.rows_of_tokens
 
@@ -353,8 +353,7 @@ class ModelRunner(Executor):
             self._backend.wait()
             if relays is not None:
                 relays.finish(self._timeline)
-            batches = [each for each in on_host if isinstance(each, HostBatch) and each.is_waited_for]
-            attention_ns = sum(each.busy_ns for each in batches)
+            attention_ns = sum(task.busy_ns for task in tasks if task.is_awaited)
             if self._is_closed:
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             now_ns = time.perf_counter_ns()

@@ -98,4 +98,4 @@ class ExpertPass:
         routed = launcher.run(Lane.DEVICE, stage, find)
         send = partial(host.take, experts.x, experts.room.choice)
         sent = launcher.run(Lane.TO_HOST, host.what(turn), send, (routed,))
-        return launcher.host(Lane.CPU, host.stage(turn), host.step(turn), (sent,))
+        return launcher.host(host.task, turn, (sent,))

@@ -16,7 +16,7 @@ back only by occupied buffers.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
@@ -34,7 +33,7 @@ from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
 from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.stages import Stages, Step
-from neo_desktop.native.relay import RelayProduct, empty_flags
+from neo_desktop.native.relay import empty_flags, matmul_task
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
@@ -54,24 +53,37 @@ class Divided:
         return self.split.rows - self.first_row
 
 
-@dataclass
-class HostProduct(HostWork):
-    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch.
+@dataclass(frozen=True, slots=True)
+class HostProduct:
+    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch."""
 
-    A turn is the work between the attention of two layers: it ends a layer and begins the next one.
-    """
-
-    name: str
-    index: int  # index of the sub-batch
     rows: int
     divided: Mapping[int, Divided]  # turn -> divided matrix
-    num_turns: int
     room: "HostRoom"
-    busy_ns: int = 0  # CPU time, summed over turns
+    task: HostTask
 
-    @property
-    def flags(self) -> Tensor:
-        return self.room.flags[self.name]
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        index: int,
+        rows: int,
+        divided: Mapping[int, Divided],
+        num_turns: int,
+        room: "HostRoom",
+    ) -> Self:
+        """Make the CPU's part for rows of a sub-batch.
+
+        Args:
+            index: Index of the sub-batch.
+            divided: turn -> divided matrix
+        """
+        matrices = [divided[turn].matrix if turn in divided else None for turn in range(num_turns)]
+        columns = next(iter(divided.values())).split.columns
+        x = room.x[: rows * columns].view(rows, columns)
+        lag, flags = int(name != "qkv"), room.flags[name]
+        task = matmul_task(name, matrices, x, room.out, flags, lag=lag, owners=divided, index=index)
+        return cls(rows, divided, room, HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows))
 
     def x(self, turn: int) -> Tensor:
         """Return the host buffer of the turn's input, [rows, columns]."""
@@ -82,25 +94,6 @@ class HostProduct(HostWork):
         """Return the host buffer of the turn's output, [rows, the CPU's rows of the matrix]."""
         width = self.divided[turn].host_rows
         return self.room.out[: self.rows * width].view(self.rows, width)
-
-    @property
-    def arguments(self) -> RelayProduct:
-        """Description of the work for relays."""
-        matrices = [
-            None if (divided := self.divided.get(turn)) is None else divided.matrix
-            for turn in range(self.num_turns)
-        ]
-        x, lag = self.x(min(self.divided)), int(self.name != "qkv")
-        return RelayProduct(self.name, lag, matrices, x, self.room.out, self.flags, self.divided, self.index)
-
-    def stage(self, turn: int) -> Stage:
-        return Stage(f"{self.name} on the CPU", turn, self.index, self.rows)
-
-    def carry_out(self, turn: int) -> None:
-        """Multiply with the CPU's rows of the matrix."""
-        divided = self.divided[turn]
-        streamed = divided.first_row - divided.split.resident_rows
-        divided.split.multiply_host(self.x(turn), self.out(turn), streamed)
 
 
 class HostRoom:
@@ -176,6 +169,8 @@ class OffloadedMatmuls:
         self.num_turns = decoder.config.num_layers + 1
         self.splits = stages.offloaded_matrices
         self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
+        # (sub-batch, rows, turns, shares) -> matmuls; making them is slow
+        self._passes: dict[tuple[int, int, range, tuple[float, float]], OffloadedPass] = {}
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_moe: dict[float, dict[int, DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
@@ -233,14 +228,21 @@ class OffloadedMatmuls:
 
         Matmuls of a sub-batch share memory, so they must run one after the other.
         """
+        shares = self._decoder.streamed_shares.of(rows), self._decoder.streamed_experts.of(rows)
+        key = index, rows, turns, shares
+        if key in self._passes:
+            return self._passes[key]
         room = self._rooms.of(index, rows)
         divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
         hosts = {}
         for name in self._names:
             on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if on_host:
-                hosts[name] = HostProduct(name, index, rows, on_host, self.num_turns, room)
-        return OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+                hosts[name] = HostProduct.of(name, index, rows, on_host, self.num_turns, room)
+        made = OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+        if rows <= self._rooms.graph_rooms[index].rows:  # only few sizes exist, and their buffers stay
+            self._passes[key] = made
+        return made
 
     def stream(self, pieces: Iterable[tuple[Stage, Piece | ExpertPiece]]) -> WeightStream:
         """Return a stream of an iteration's pieces, in the order of their use."""
@@ -260,7 +262,7 @@ class OffloadedMatmuls:
         on_host = {turn: each.moe for turn, each in divided.items() if each.has_host_part}
         host = None
         if on_host:
-            host = HostExperts(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
+            host = HostExperts.of(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
         return ExpertPass(divided, host, self.room)
 
 
@@ -282,16 +284,11 @@ class OffloadedPass:
     experts: ExpertPass
 
     @property
-    def on_host(self) -> list[HostWork]:
+    def tasks(self) -> list[HostTask]:
         """The CPU's work, in the order of a turn."""
-        before: list[HostWork] = [host for name, host in self.hosts.items() if name == "output"]
-        others: list[HostWork] = [host for name, host in self.hosts.items() if name != "output"]
-        return [*before, *([] if self.experts.host is None else [self.experts.host]), *others]
-
-    def stream(self) -> WeightStream:
-        """Return a stream of the pieces in every turn."""
-        turns = range(self.products.num_turns)
-        return self.products.stream(piece for turn in turns for piece in self.pieces(turn))
+        before = [host.task for name, host in self.hosts.items() if name == "output"]
+        others = [host.task for name, host in self.hosts.items() if name != "output"]
+        return [*before, *([] if self.experts.host is None else [self.experts.host.task]), *others]
 
     def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
         """Yield the pieces that a turn streams to the device."""
@@ -343,7 +340,7 @@ class OffloadedPass:
             what = Stage(product.name, turn, self.index, self.rows)
             send = partial(host.x(turn).copy_, x, non_blocking=True)
             sent = launcher.run(Lane.TO_HOST, what, send, (made,))
-            multiplied = launcher.host(Lane.CPU, host.stage(turn), host.step(turn), (sent,))
+            multiplied = launcher.host(host.task, turn, (sent,))
             bring = partial(out[:, first:].copy_, host.out(turn), non_blocking=True)
             brought.append(launcher.run(Lane.TO_DEVICE, what, bring, (multiplied,)))
         if split.resident is not None:

@@ -1,6 +1,6 @@
 """The end of an iteration after the last layer: the needed hidden states, and tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.outputs import Outputs
-from neo_desktop.engine.execute.part import PartBuilder
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.workspace import Workspace
@@ -54,27 +52,27 @@ class OutputHead:
         self._last_states: Tensor | None = None  # [rows, hidden], the needed rows
 
     @property
-    def on_host(self) -> list[HostWork]:
+    def tasks(self) -> list[HostTask]:
         """The CPU's matmuls."""
-        return [work for each in self.products for work in each.on_host]
+        return [task for each in self.products for task in each.tasks]
 
-    def add(self, build: PartBuilder, linears: Linears) -> None:
-        """Add the output head to an iteration, after the last attention."""
+    def steps(self, linears: Linears) -> Iterator[Step]:
+        """Yield the steps after the last attention, up to the graph's tokens."""
         if not self._chooses:
             end_some = self._end_all if self._takes_all else self._end_needed
-            build.add(partial(end_some, linears), is_fixed=False)
-        else:
-            for number, (each, stage, out) in enumerate(self._all_rows()):
-                state, products = each.memory.state, self._products_of(number)
-                linears.add(build, _at_once, stage, state, _nowhere, products, is_fixed=True)
-                build.add_work(stage, partial(self._stages.final_norm, state, out), is_fixed=True)
-        if self._chooses and self._stages.has_head:
-            rows = sum(each.memory.rows.count for each in self._passes)
+            yield Step(partial(end_some, linears), is_capturable=False)
+            return
+        rows = sum(each.memory.rows.count for each in self._passes)
+        yield from self._all(linears, self._workspace.last_hidden[:rows])
+        if self._stages.has_head:
             stage = Stage("most probable", self._config.num_layers, NO_SUB_BATCH, rows)
-            build.add_work(stage, partial(self._choose, rows), is_fixed=True)
+            yield device_step(stage, partial(self._choose, rows))
+
+    def sample(self, launcher: Launcher) -> None:
+        """Submit the sampler, if outputs are requested."""
         if self._outputs.count:
             stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self._outputs.count)
-            build.add_work(stage, self._sample, is_fixed=False)
+            launcher.run(Lane.DEVICE, stage, self._sample)
 
     def _offloaded_passes(self, products: OffloadedMatmuls | None) -> list[OffloadedPass]:
         turns = range(self._config.num_layers, self._config.num_layers + 1)
@@ -85,18 +83,14 @@ class OutputHead:
         count = sum(len(each.last_rows) for each in self._passes)
         return [products.of_rows(0, count, turns)] if count else []
 
-    def _all_rows(self, out: Tensor | None = None) -> list[tuple[SubBatchPass, Stage, Tensor]]:
-        """Return each sub-batch, its stage, and the target of its rows' hidden states.
-
-        Args:
-            out: the target for every row; None: the workspace's.
-        """
-        counts = [each.memory.rows.count for each in self._passes]
-        outs = torch.split(self._workspace.last_hidden[: sum(counts)] if out is None else out, counts)
-        return [
-            (each, Stage("linear", self._config.num_layers, each.memory.index, count), out)
-            for each, count, out in zip(self._passes, counts, outs, strict=True)
-        ]
+    def _all(self, linears: Linears, hidden: Tensor) -> Iterator[Step]:
+        """Yield the steps that end the last layer for every row, into `hidden` [rows, hidden]."""
+        outs = torch.split(hidden, [each.memory.rows.count for each in self._passes])
+        for number, (each, out) in enumerate(zip(self._passes, outs, strict=True)):
+            state = each.memory.state
+            stage = Stage("linear", self._config.num_layers, each.memory.index, len(out))
+            yield from linears.steps(_at_once, stage, state, _nowhere, self._products_of(number))
+            yield device_step(stage, partial(self._stages.final_norm, state, out))
 
     def _products_of(self, number: int) -> OffloadedPass | None:
         return self.products[number] if self.products else None
@@ -105,8 +99,8 @@ class OutputHead:
         """Compute the last hidden state of every row, and keep the needed ones."""
         counts = [each.memory.rows.count for each in self._passes]
         hidden = self._passes[0].memory.state.residual.new_empty(sum(counts), self._config.hidden_size)
-        for number, (each, stage, out) in enumerate(self._all_rows(hidden)):
-            self._end(stage, each.memory.state, out, number, linears, launcher)
+        for step in self._all(linears, hidden):
+            step.submit(launcher)
         firsts = zip(accumulate(counts, initial=0), self._passes, strict=False)
         rows = [first + row for first, each in firsts for row in each.last_rows]
         if not rows:
@@ -130,14 +124,8 @@ class OutputHead:
             scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
             state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
             launcher.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
-        self._end(stage, state, self._last_states, 0, linears, launcher)
-
-    def _end(
-        self, stage: Stage, state: State, out: Tensor, number: int, linears: Linears, launcher: Launcher
-    ) -> None:
-        """End the last layer for all rows of a state; `number` indexes the offloaded passes."""
-        linears.submit(launcher, stage, state, None, self._products_of(number))
-        launcher.run(Lane.DEVICE, stage, partial(self._stages.final_norm, state, out))
+        linears.submit(launcher, stage, state, None, self._products_of(0))
+        launcher.run(Lane.DEVICE, stage, partial(self._stages.final_norm, state, self._last_states))
 
     def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
         """Gather the last rows of several sub-batches, so that the weights are read only once."""

@@ -35,16 +35,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step
 from neo_desktop.engine.execute.layout import GraphKey
 from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
-from neo_desktop.engine.execute.part import Part, PartBuilder
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
 
 
@@ -58,7 +55,7 @@ class Program:
         linears: The linear stages.
         ending: What follows the last layer.
         outputs: The requested outputs.
-        chooses: True if the last part chooses the most probable token of every row.
+        chooses: True if the last steps choose the most probable token of every row.
     """
 
     def __init__(
@@ -82,18 +79,18 @@ class Program:
         self._num_layers = linears.stages.config.num_layers
         self.outputs = outputs
         self._chooses = chooses
-        self.is_fixed = linears.are_fixed  # True if the fixed parts can be graphs
-        # True if layers are fixed. Copies that flow through the layers allow one graph or none.
-        flows = linears.stream is not None or any(each.spans_layers for each in shared)
-        self._has_fixed_layers = chooses or not flows
-        # True if work that is not fixed precedes each layer.
+        self.is_capturable = linears.are_capturable
+        # Copies that flow through the layers allow one graph or none.
+        flows = linears.streams or any(each.spans_layers for each in shared)
+        self._is_cut = flows and not chooses  # no step is capturable
+        # True if work that no graph contains precedes each layer.
         self._fetches = any(each.fetches for each in self._attenders)
 
     @property
     def key(self) -> object:
-        """Graph key: programs with equal keys have the same fixed parts."""
+        """Graph key: programs with equal keys have the same capturable steps."""
         keys = tuple(each.key for each in self._attenders)
-        return self.graph_key, self._fetches, self._chooses, self._has_fixed_layers, keys
+        return self.graph_key, self._fetches, self._chooses, self._is_cut, keys
 
     @property
     def graph_key(self) -> GraphKey:
@@ -101,19 +98,13 @@ class Program:
         return self._memory.graph_key
 
     @property
-    def transfers(self) -> list[HostTransfer]:
-        """The CPU's transfers to and from pages, in the order of a layer."""
-        ahead = [transfer for each in self._attenders for transfer in each.transfers_ahead]
-        return ahead + [transfer for each in self._attenders for transfer in each.transfers_behind]
-
-    @property
-    def on_host(self) -> list[HostWork]:
-        """The CPU's matmuls, attention and weight copies, in the device's order."""
-        works: list[HostWork] = []
+    def tasks(self) -> list[HostTask]:
+        """The work of the CPU and of workers, each lane's in the device's order."""
+        tasks = [task for each in self._shared for task in each.tasks]
         for each in self._passes:
-            works += [] if each.products is None else each.products.on_host
-            works += [work for attender in each.attenders for work in attender.on_host]
-        return [*works, *self._ending.on_host, *self._linears.on_host]
+            tasks += [] if each.products is None else each.products.tasks
+            tasks += [task for attender in each.attenders for task in attender.tasks]
+        return [*tasks, *self._ending.tasks, *self._linears.tasks]
 
     def copied(self) -> tuple[float, float, int]:
         """Return the measured copies of streamed KV; see `Attender.copied`."""
@@ -125,29 +116,38 @@ class Program:
         for each in self._attenders:
             each.commit()
 
-    def parts(self) -> list[Part]:
-        """Return the stages in order, divided into parts."""
-        build, is_fixed = PartBuilder(), self._has_fixed_layers
-        build.add(self._bring_inputs, is_fixed=False)
-        if self._fetches:
-            build.add(partial(self._fetch, 0), is_fixed=False)
+    def steps(self) -> Iterator[Step]:
+        """Yield the iteration's steps in order."""
+        yield Step(self._bring_inputs, is_capturable=False)
+        if self._chooses and not self._linears.are_cut_at_sums:
+            yield Step(self._submit_layers)  # one step: a launched graph does not look at its layers
         else:
-            build.add(self._fetch_all, is_fixed=is_fixed)
+            yield from (Step(each.submit, each.is_capturable and not self._is_cut) for each in self._layers())
+        yield Step(self._ending.sample, is_capturable=False)
+
+    def _submit_layers(self, launcher: Launcher) -> None:
+        for step in self._layers():
+            step.submit(launcher)
+
+    def _layers(self) -> Iterator[Step]:
+        """Yield the steps of the layers and of the output head."""
+        if self._fetches:
+            yield Step(partial(self._fetch, 0), is_capturable=False)
+        else:
+            yield Step(self._fetch_all)
         for layer in range(self._num_layers):
             if self._fetches:
-                build.add(partial(self._begin_layer, layer), is_fixed=False)
+                yield Step(partial(self._begin_layer, layer), is_capturable=False)
             for each in self._passes:
                 memory = each.memory
                 stage = Stage("linear", layer, memory.index, memory.rows.count)
                 begin, store = partial(self._begin, each, stage), partial(each.store, layer)
-                self._linears.add(build, begin, stage, memory.state, store, each.products, is_fixed=is_fixed)
-                for can_be_fixed, attenders in each.groups:
-                    attend = partial(self._attend, attenders, layer)
-                    build.add(attend, is_fixed=can_be_fixed and is_fixed)
-            build.add(partial(self._release, layer), is_fixed=is_fixed)
-        build.add(self._collect_last, is_fixed=is_fixed)
-        self._ending.add(build, self._linears)
-        return build.parts
+                yield from self._linears.steps(begin, stage, memory.state, store, each.products)
+                for is_capturable, attenders in each.groups:
+                    yield Step(partial(self._attend, attenders, layer), is_capturable)
+            yield Step(partial(self._release, layer))
+        yield Step(self._collect_last)
+        yield from self._ending.steps(self._linears)
 
     def _bring_inputs(self, launcher: Launcher) -> None:
         memory = self._memory

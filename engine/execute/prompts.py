@@ -1,10 +1,10 @@
 """The prompt chunks of a sub-batch, tier by tier: the device attends, independent of the tier."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.image_attention import ImageSpans
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
+from neo_desktop.engine.execute.transfers import NUM_BUFFERS, Transfer, TransferMemory
 from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
@@ -30,50 +30,32 @@ from neo_desktop.models.stages import Stages
 STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # names of stages
 
 
-class Prompts(Protocol):
+class Prompts(ABC):
     """Prompt chunks of one tier.
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch.
     """
 
-    @property
-    def fetches(self) -> bool:
-        """True if earlier KV has to be fetched one layer ahead."""
+    fetches = False  # True if earlier KV has to be fetched one layer ahead
+    tasks: Sequence[HostTask] = ()  # the CPU's or a worker's transfers
 
-    @property
-    def transfers_ahead(self) -> Sequence[HostTransfer]:
-        """The CPU's transfers from pages, one layer ahead."""
-
-    @property
-    def transfers_behind(self) -> Sequence[HostTransfer]:
-        """The CPU's transfers to pages."""
-
-    def fetch(self, launcher: Launcher, layer: int) -> None:
+    def fetch(self, launcher: Launcher, layer: int) -> None:  # noqa: B027  the device has earlier KV
         """Start to copy the chunks' earlier KV to the device, if it is elsewhere."""
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V in the tier; return the signals that attention has to wait for."""
+        return ()
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         """Attend from the chunks to their contexts, as work on the device's lane."""
 
-    def attended(self, launcher: Launcher) -> None:
+    def attended(self, launcher: Launcher) -> None:  # noqa: B027  the device has stored the rows
         """Finish a layer after its attention was submitted to the device."""
 
 
-class DevicePrompts:
-    """Chunks with KV in the device's memory."""
-
-    fetches = False
-    transfers_ahead: Sequence[HostTransfer] = ()
-    transfers_behind: Sequence[HostTransfer] = ()
+class DevicePrompts(Prompts):
+    """Chunks with KV in the device's memory. `attend` or the rotation kernel stores rows."""
 
     def __init__(self, pool: KVPool, chunks: Sequence[Prefill]) -> None:
         self._pool = pool
@@ -81,21 +63,7 @@ class DevicePrompts:
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         self._slots = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
 
-    def fetch(self, launcher: Launcher, layer: int) -> None:
-        """Do nothing: earlier KV is on the device."""
-
-    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        """Do nothing: `attend` or the rotation kernel stores rows."""
-        return ()
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         cache = self._pool.layer(layer)
         if not self._pool.fused_kv_append:
             cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
@@ -106,11 +74,8 @@ class DevicePrompts:
                 cache.read(group.slots, contexts)
             group.attend(q, contexts, out, spec)
 
-    def attended(self, launcher: Launcher) -> None:
-        """Do nothing."""
 
-
-class HostPrompts:
+class HostPrompts(Prompts):
     """Chunks with KV in host memory.
 
     Args:
@@ -133,55 +98,39 @@ class HostPrompts:
         self._groups = [group.attending_on(device) for group in groups_of(chunks)]
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         new = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
-        there = make.transfer(STORE, pool, new, to_host=True, is_behind=True, index=index)
-        self._there = ToHost(there, Lane.STORE)
+        self._there = make.transfer(STORE, pool, new, to_host=True, is_behind=True, index=index)
         earlier = [chunk.earlier_slots for group in self._groups for chunk in group.chunks]
         num_earlier = sum(map(len, earlier))
-        self._back: FromHost | None = None
+        self._back: Transfer | None = None
         self._fetched: list[Signal | None] = [None] * NUM_BUFFERS
         self._read: tuple[Signal, ...] = ()  # end of the last read of the buffers
         self._sent: Signal | None = None  # end of the copy of the layer's k and v
         self._earlier: list[Tensor] = []
         if num_earlier:
             slots = torch.cat(earlier)
-            self._back = FromHost(make.transfer(FETCH, pool, slots, to_host=False, index=index))
+            self._back = make.transfer(FETCH, pool, slots, to_host=False, index=index)
             # A layer's attention reads one buffer while the other is filled for the next layer.
             shape = (2, num_earlier, *row_shape)
             self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._ends = list(accumulate(map(len, earlier), initial=0))
-
-    @property
-    def fetches(self) -> bool:
-        return self._back is not None
-
-    @property
-    def transfers_ahead(self) -> Sequence[HostTransfer]:
-        return () if self._back is None else self._back.transfers
-
-    @property
-    def transfers_behind(self) -> Sequence[HostTransfer]:
-        return self._there.transfers
+        self.fetches = self._back is not None
+        self.tasks = [each.task for each in (self._back, self._there) if each is not None]
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         if self._back is None:
             return
         self._read = self._read or (launcher.mark(),)  # earlier device work may use the buffers' memory
-        target = self._earlier[layer % NUM_BUFFERS]
-        self._fetched[layer % NUM_BUFFERS] = self._back.bring(launcher, layer, target, self._read)
+        bring = partial(self._earlier[layer % NUM_BUFFERS].copy_, non_blocking=True)
+        self._fetched[layer % NUM_BUFFERS] = self._back.from_pages(launcher, layer, bring, self._read)
 
     def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        self._sent = self._there.send(launcher, layer, kv[:, self._rows], (launcher.mark(),))
+        # One copy for K and V: a GPU gathers them first.
+        read = partial(_copy, kv[:, self._rows])
+        self._sent, _ = self._there.to_pages(launcher, layer, read, (launcher.mark(),))
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        kv: Rows,
-        out: Tensor,
-        spec: AttentionSpec,
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, spec: AttentionSpec) -> None:
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []
@@ -196,19 +145,22 @@ class HostPrompts:
             self._read = (launcher.mark(),)
 
 
+def _copy(rows: Rows, buffer: Rows) -> None:
+    buffer.copy_(rows, non_blocking=True)
+
+
 @dataclass
 class PromptAttention(Attender):
     """Attention of a sub-batch's prompt chunks, all tiers in one stage."""
 
-    is_fixed = False
+    is_capturable = False
     stages: Stages
     memory: Memory
     prompts: Sequence[Prompts]  # by tier
 
     def __post_init__(self) -> None:
         self.fetches = any(each.fetches for each in self.prompts)
-        self.transfers_ahead = [transfer for each in self.prompts for transfer in each.transfers_ahead]
-        self.transfers_behind = [transfer for each in self.prompts for transfer in each.transfers_behind]
+        self.tasks = [task for each in self.prompts for task in each.tasks]
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         for each in self.prompts:

@@ -12,20 +12,19 @@ from functools import partial
 
 from torch import Tensor
 
-from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal, Work
-from neo_desktop.engine.execute.part import Part, Record
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, Work
 from neo_desktop.engine.execute.timeline import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class SmallProgram:
-    """A program of one fixed part."""
+    """A program of one capturable step."""
 
     key: object  # see `AnyProgram`
-    record: Record
+    submit: Callable[[Launcher], object]
 
-    def parts(self) -> Sequence[Part]:
-        return (Part(is_fixed=True, records=(self.record,)),)
+    def steps(self) -> Sequence[Step]:
+        return (Step(self.submit),)
 
 
 def nothing(*_: object) -> None:
@@ -56,11 +55,11 @@ class RoundTrips:
 
     def _record(self, launcher: Launcher) -> None:
         arrived: tuple[Signal, ...] = ()
+        task = HostTask(Lane.CPU, partial(Stage, "offload", sub_batch=0, tokens=1), self.answer, self.flags)
         for trip in range(self.flags.shape[1]):
-            stage = Stage("offload", trip, 0, 1)
+            stage = task.stage(trip)
             made = launcher.run(Lane.DEVICE, stage, self.make, arrived)
             sent = launcher.run(Lane.TO_HOST, stage, self.send, (made,))
-            step = HostStep(partial(self.answer, trip), self.flags[:, trip])
-            answered = launcher.host(Lane.CPU, stage, step, (sent,))
+            answered = launcher.host(task, trip, (sent,))
             arrived = (launcher.run(Lane.TO_DEVICE, stage, self.bring, (answered,)),)
         launcher.wait(arrived)

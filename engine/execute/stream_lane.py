@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.driver import stream_wait_value, stream_write_value
-from neo_desktop.engine.execute.lane import HostStep, Signal, Work
+from neo_desktop.engine.execute.lane import HostLane, HostTask, Signal, Work, WorkLane
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.native.relay import DONE, READY
@@ -50,8 +50,10 @@ class _Event:
             stream.wait_event(self._event)
 
 
-class StreamLane:
+class StreamLane(WorkLane):
     """A lane on a CUDA stream; the submitting thread launches the work, which must not block.
+
+    Submitted work cannot be cancelled, and ends by itself.
 
     Args:
         name: Name of the lane.
@@ -105,18 +107,12 @@ class StreamLane:
         for signal in signals:
             signal.hold(self.stream)
 
-    def cancel(self) -> None:
-        """Do nothing: work on a stream cannot be cancelled, and ends by itself."""
-
     def join(self) -> None:
         """Block until the stream is empty."""
         for event in self._passed:  # in order, so that an error names the stalled stage
             event.wait()
         self._passed.clear()
         wait_for_gpu(self.stream, self._watch, f"what is on its stream {self.name!r}", self.timeout)
-
-    def stop(self) -> None:
-        """Do nothing: a stream has no thread."""
 
     def close(self) -> None:
         """Block until the stream is empty, unless the GPU is lost."""
@@ -159,8 +155,8 @@ class _Flag:
         stream_wait_value(stream, self._done)
 
 
-class RelayLane:
-    """A CPU lane whose work a relay does after a flag is raised.
+class RelayLane(HostLane):
+    """A CPU lane whose work a relay does after a flag is raised. The relay's owner cancels and closes it.
 
     Args:
         told_by: The lane whose stream raises the flags.
@@ -169,24 +165,10 @@ class RelayLane:
     def __init__(self, told_by: StreamLane) -> None:
         self._told_by = told_by
 
-    def begin(self, watch: Watchdog) -> None:
-        """Do nothing: the relay's owner sets its timeout."""
-
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""
-        assert step.flags is not None
+        assert task.flags is not None
         self._told_by.wait(after)
-        stream_write_value(self._told_by.stream, step.flags[READY, :1])
-        return _Flag(self._told_by.mark("the raise of a flag"), step.flags[DONE, :1], stage.words)
-
-    def cancel(self) -> None:
-        """Do nothing: the relay's owner cancels it."""
-
-    def join(self) -> None:
-        """Do nothing: the relay's owner waits for it."""
-
-    def stop(self) -> None:
-        """Do nothing: the relay's owner stops it."""
-
-    def close(self) -> None:
-        """Do nothing: the relay's owner closes it."""
+        stream_write_value(self._told_by.stream, task.flags[READY, turn, :1])
+        raised = self._told_by.mark("the raise of a flag")
+        return _Flag(raised, task.flags[DONE, turn, :1], task.stage(turn).words)

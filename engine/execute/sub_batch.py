@@ -25,12 +25,12 @@ class SubBatchPass:
     store: Callable[[int], Store | None]  # layer -> target of k and v if the rotation kernel stores them
     last_rows: Sequence[int]  # rows that need a hidden state after the last layer
     products: OffloadedPass | None  # offloaded matmuls; None: the model has no offloaded matrices
-    is_fixed: bool  # True if its linear stages depend on the iteration's sizes only
+    is_capturable: bool  # True if its linear stages depend on the iteration's sizes only
 
     @cached_property
     def groups(self) -> list[tuple[bool, tuple[Attender, ...]]]:
-        """Neighbouring attenders with equal `is_fixed`."""
-        return [(fixed, tuple(each)) for fixed, each in groupby(self.attenders, lambda it: it.is_fixed)]
+        """Neighbouring attenders that are capturable, or are not."""
+        return [(can, tuple(each)) for can, each in groupby(self.attenders, lambda it: it.is_capturable)]
 
     def start(self) -> None:
         """Embed the tokens, as work on the device's lane."""

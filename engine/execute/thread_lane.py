@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.execute.lane import HostStep, Signal, Work
+from neo_desktop.engine.execute.lane import HostLane, HostTask, Signal, Work, WorkLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker import Worker, has_ended
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
@@ -36,7 +36,7 @@ class _Task:
         self.wait()
 
 
-class ThreadLane:
+class ThreadLane(WorkLane, HostLane):
     """A lane on a thread, which exists from the first task until `close` and sleeps without tasks.
 
     Args:
@@ -55,13 +55,12 @@ class ThreadLane:
         self._watch = watch
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out `work` after all earlier tasks of this lane and after the signals."""
         future = self._worker.submit(partial(self._run, stage, work, after, self._watch))
         self._tasks.append(future)
         return _Task(future, self)
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        return self.submit(stage, step.work, after)
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        return self.submit(task.stage(turn), partial(task.step, turn), after)
 
     def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watchdog) -> None:
         for signal in after:
@@ -77,7 +76,6 @@ class ThreadLane:
             self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
 
     def cancel(self) -> None:
-        """Drop tasks that have not begun; their signals fail."""
         for task in self._tasks:
             task.cancel()
 
@@ -111,7 +109,6 @@ class ThreadLane:
             return error
 
     def stop(self) -> None:
-        """Drop tasks that have not begun and accept no more; does not block."""
         self._worker.stop()
 
     def close(self) -> None:

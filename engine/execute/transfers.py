@@ -6,77 +6,37 @@ buffers, for even and odd layers: one is in transfer while the CPU fills or empt
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import HostBuffer, host_memory
-from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.native.relay import RelayTransfer, empty_flags
+from neo_desktop.native.relay import empty_flags
 
 NUM_BUFFERS = 2
 
 
-@dataclass
-class HostTransfer:
-    """The CPU's part in a transfer: copies between a host buffer and a pool in host memory."""
+class Transfer:
+    """A transfer of rows between a pool in host memory and the device, in every layer.
 
-    name: str  # name of its stages
-    index: int  # index of the sub-batch, or NO_SUB_BATCH
-    pool: KVPool
-    transfer: RelayTransfer
-    done: list[Signal | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)  # per buffer
+    Args:
+        task: The CPU's part: copies between a layer's buffer and the pool.
+        buffers: Host buffers, used in turn.
+        lane: The device's lane for its part.
+    """
 
-    @property
-    def lane(self) -> str:
-        """The lane that carries it out: the CPU's, or the worker's own lane."""
-        return Lane.HOST_SWAP if self.pool.worker is None else f"{self.pool.worker} rows"
-
-    def buffer(self, layer: int) -> Rows:
-        """Return the buffer of a layer."""
-        return self.transfer.buffers[layer % NUM_BUFFERS]
-
-    def stage(self, layer: int) -> Stage:
-        """Return the stage of a layer."""
-        return Stage(self.name, layer, self.index, len(self.transfer.slots))
-
-    def step(self, layer: int) -> HostStep:
-        """Return the step of a layer."""
-        # A worker's transfers are never part of a graph, so they need no flags.
-        flags = self.transfer.flags[:, layer] if self.pool.worker is None else None
-        return HostStep(partial(self._carry_out, layer), flags)
-
-    def _carry_out(self, layer: int) -> None:
-        rows, slots = self.buffer(layer), self.transfer.slots
-        if self.transfer.to_host:
-            self.pool.layer(layer).write(rows[0], rows[1], slots)
-        else:
-            self.pool.layer(layer).read(slots, rows)
-
-
-class ToHost:
-    """A transfer of rows from the device to pages in host memory."""
-
-    def __init__(self, host: HostTransfer, lane: Lane) -> None:
-        self.host = host
+    def __init__(self, task: HostTask, buffers: Sequence[Rows], lane: Lane) -> None:
+        self.task = task
+        self._buffers = buffers
         self._lane = lane
+        self._done: list[tuple[Signal, ...]] = [() for _ in buffers]  # ends of the last uses
 
-    @property
-    def transfers(self) -> Sequence[HostTransfer]:
-        """The CPU's part."""
-        return (self.host,)
-
-    def send(self, launcher: Launcher, layer: int, rows: Rows, after: Sequence[Signal]) -> Signal:
-        """Submit the transfer of a layer's rows; return the signal that they have left the device."""
-        read = partial(_copy, rows)  # one copy for K and V: a GPU gathers them first
-        return self.submit(launcher, layer, read, after)[0]
-
-    def submit(
+    def to_pages(
         self, launcher: Launcher, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
     ) -> tuple[Signal, Signal]:
         """Submit the transfer of a layer; return the signals of the copy to the buffer and of the write.
@@ -85,31 +45,14 @@ class ToHost:
             read: Starts the copy of the rows to a host buffer.
             after: Signals to wait for.
         """
-        buffer, emptied = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
-        free = () if emptied is None else (emptied,)
-        stage = self.host.stage(layer)
-        arrived = launcher.run(self._lane, stage, partial(read, buffer), (*after, *free))
-        written = launcher.host(self.host.lane, stage, self.host.step(layer), (arrived,))
-        self.host.done[layer % NUM_BUFFERS] = written
+        slot = layer % len(self._buffers)
+        copy = partial(read, self._buffers[slot])
+        arrived = launcher.run(self._lane, self.task.stage(layer), copy, (*after, *self._done[slot]))
+        written = launcher.host(self.task, layer, (arrived,))
+        self._done[slot] = (written,)
         return arrived, written
 
-
-class FromHost:
-    """A transfer of rows from pages in host memory to the device."""
-
-    def __init__(self, host: HostTransfer) -> None:
-        self.host = host
-
-    @property
-    def transfers(self) -> Sequence[HostTransfer]:
-        """The CPU's part."""
-        return (self.host,)
-
-    def bring(self, launcher: Launcher, layer: int, target: Rows, after: Sequence[Signal]) -> Signal:
-        """Submit the transfer of a layer; return the signal that the rows are in `target` on the device."""
-        return self.submit(launcher, layer, partial(target.copy_, non_blocking=True), after)
-
-    def submit(
+    def from_pages(
         self, launcher: Launcher, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
     ) -> Signal:
         """Submit the transfer of a layer; return the signal of its end.
@@ -118,17 +61,12 @@ class FromHost:
             write: Starts the copy of the rows from a host buffer.
             after: Signals to wait for before writing on the device.
         """
-        buffer, brought = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
-        free = () if brought is None else (brought,)
-        stage = self.host.stage(layer)
-        gathered = launcher.host(self.host.lane, stage, self.host.step(layer), free)
-        arrived = launcher.run(Lane.SWAP, stage, partial(write, buffer), (gathered, *after))
-        self.host.done[layer % NUM_BUFFERS] = arrived
+        slot = layer % len(self._buffers)
+        copy = partial(write, self._buffers[slot])
+        gathered = launcher.host(self.task, layer, self._done[slot])
+        arrived = launcher.run(self._lane, self.task.stage(layer), copy, (gathered, *after))
+        self._done[slot] = (arrived,)
         return arrived
-
-
-def _copy(rows: Rows, buffer: Rows) -> None:
-    buffer.copy_(rows, non_blocking=True)
 
 
 class TransferMemory:
@@ -162,7 +100,7 @@ class TransferMemory:
         to_host: bool,
         is_behind: bool = False,
         index: int = NO_SUB_BATCH,
-    ) -> HostTransfer:
+    ) -> Transfer:
         """Make a transfer.
 
         Args:
@@ -178,7 +116,25 @@ class TransferMemory:
             self._memory.append((HostBuffer(self._device), flags))
         memory, flags = self._memory[self._num_taken]
         self._num_taken += 1
-        both = memory.view((NUM_BUFFERS, 2, len(slots), *self._row_shape), self._dtype)
-        suffix = "" if index == NO_SUB_BATCH else f" of sub-batch {index}"
-        relay = RelayTransfer(f"{name!r}{suffix}", to_host, is_behind, slots, (both[0], both[1]), flags)
-        return HostTransfer(name, index, pool, relay)
+        buffers = memory.view((NUM_BUFFERS, 2, len(slots), *self._row_shape), self._dtype).unbind()
+        if pool.worker is None:
+            what = f"{name!r}" if index == NO_SUB_BATCH else f"{name!r} of sub-batch {index}"
+            rows = pool.host_caches.rows_task(
+                what, slots, buffers, flags, to_host=to_host, is_behind=is_behind
+            )
+            task = HostTask.of(rows, Lane.HOST_SWAP, name, index, len(slots))
+        else:
+            stage = partial(Stage, name, sub_batch=index, tokens=len(slots))
+            move = partial(_move, pool, slots, buffers, to_host)
+            # A worker's transfers are never part of a graph, so they need no flags.
+            task = HostTask(f"{pool.worker} rows", stage, move)
+        return Transfer(task, buffers, Lane.STORE if is_behind else Lane.SWAP)
+
+
+def _move(pool: KVPool, slots: Tensor, buffers: Sequence[Rows], to_host: bool, layer: int) -> None:
+    """Copy a layer's rows between its buffer and the pool."""
+    rows, there = buffers[layer % len(buffers)], pool.layer(layer)
+    if to_host:
+        there.write(rows[0], rows[1], slots)
+    else:
+        there.read(slots, rows)

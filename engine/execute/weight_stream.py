@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.offloaded_matmul import Sizes
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import PIECE_BYTES, Piece
-from neo_desktop.native.relay import RelayCopies, empty_flags
+from neo_desktop.native.relay import copy_task, empty_flags
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +84,14 @@ class Staging:
         """Return True if a source goes through the buffers."""
         return _memory_of(source) in self._memory
 
+    def task(self, sources: Sequence[tuple[Stage, Tensor]]) -> HostTask | None:
+        """Make the CPU's copies of sources, with their stages, to the buffers; None: there are none."""
+        if not sources:
+            return None
+        copies = copy_task("weights", [source for _, source in sources], self.buffers, self.flags)
+        stages = [stage for stage, _ in sources]
+        return HostTask(Lane.HOST_WEIGHTS, stages.__getitem__, copies.run, copies.flags, native=copies)
+
 
 def _memory_of(source: Tensor) -> int:
     return source.untyped_storage().data_ptr()
@@ -101,45 +108,6 @@ def _warn_about_staging() -> None:
         "the system does not pin all weights in host memory: a CPU thread copies them through pinned buffers "
         "to the GPU"
     )
-
-
-class StagedWeights(HostWork):
-    """The CPU's part: copies of sources to the pinned buffers, one per turn.
-
-    Args:
-        sources: Stages and sources, in the order of their use.
-    """
-
-    def __init__(self, staging: Staging, sources: Sequence[tuple[Stage, Tensor]]) -> None:
-        self._staging = staging
-        self._stages = [stage for stage, _ in sources]
-        self.sources = [source for _, source in sources]
-        self.busy_ns = 0
-
-    @property
-    def lane(self) -> str:
-        """The lane of a separate thread."""
-        return Lane.HOST_WEIGHTS
-
-    @property
-    def flags(self) -> Tensor:
-        return self._staging.flags
-
-    @property
-    def arguments(self) -> RelayCopies:
-        """Description of the work for relays."""
-        return RelayCopies("weights", self.sources, self._staging.buffers, self.flags)
-
-    def buffer(self, turn: int) -> Tensor:
-        """Return the pinned buffer of a turn's source, [bytes]."""
-        return self._staging.buffers[turn % NUM_STAGING][: len(self.sources[turn])]
-
-    def stage(self, turn: int) -> Stage:
-        return self._stages[turn]
-
-    def carry_out(self, turn: int) -> None:
-        """Copy a turn's source."""
-        self.buffer(turn).copy_(self.sources[turn])
 
 
 class WeightStream:
@@ -161,11 +129,12 @@ class WeightStream:
         self._ring = Ring(len(buffers))
         self._arrived: deque[tuple[Tensor, Signal]] = deque()
         self._staging = staging
-        self.staged: StagedWeights | None = None  # the CPU's part; None: no staging
+        self.task: HostTask | None = None  # the CPU's part; None: no staging
+        self._num_staged = 0  # sources that go through the buffers
         if staging is not None:
             through = [(stage, source) for stage, piece in self._waiting for source in piece.sources]
             through = [each for each in through if staging.takes(each[1])]
-            self.staged = StagedWeights(staging, through) if through else None
+            self.task, self._num_staged = staging.task(through), len(through)
         self._filled: list[Signal] = []  # per turn: end of the CPU's copy
         self._sent: list[Signal] = []  # per turn: end of the copy to the device
 
@@ -187,18 +156,18 @@ class WeightStream:
         self, launcher: Launcher, stage: Stage, source: Tensor, target: Tensor, is_free: Sequence[Signal]
     ) -> Signal:
         """Submit the copy of a part of a piece, through the pinned buffers if it is pageable."""
-        staged, turn = self.staged, len(self._sent)
-        if staged is None or self._staging is None or not self._staging.takes(source):
+        task, turn = self.task, len(self._sent)
+        if task is None or self._staging is None or not self._staging.takes(source):
             return launcher.run(
                 Lane.WEIGHTS, stage, partial(target.copy_, source, non_blocking=True), is_free
             )
         # Submit the CPU's next copy before the wait for this one: the lane works in order.
-        while len(self._filled) < min(turn + NUM_STAGING, len(staged.sources)):
+        while len(self._filled) < min(turn + NUM_STAGING, self._num_staged):
             ahead = len(self._filled)
             taken = () if ahead < NUM_STAGING else (self._sent[ahead - NUM_STAGING],)
-            filled = launcher.host(Lane.HOST_WEIGHTS, staged.stage(ahead), staged.step(ahead), taken)
-            self._filled.append(filled)
-        copy = partial(target.copy_, staged.buffer(turn), non_blocking=True)
+            self._filled.append(launcher.host(task, ahead, taken))
+        buffer = self._staging.buffers[turn % NUM_STAGING]
+        copy = partial(target.copy_, buffer[: len(source)], non_blocking=True)
         self._sent.append(launcher.run(Lane.WEIGHTS, stage, copy, (*is_free, self._filled[turn])))
         return self._sent[turn]
 

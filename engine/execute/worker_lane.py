@@ -1,14 +1,15 @@
 """The lane of an attention worker: it sends rows before earlier answers have arrived."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from neo_desktop.engine.execute.lane import HostStep, Signal
+from neo_desktop.engine.execute.lane import HostLane, HostTask, Signal
 from neo_desktop.engine.execute.thread_lane import ThreadLane
-from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.watchdog import Watchdog
 
 
-class WorkerLane:
+class WorkerLane(HostLane):
     """Two threads: one sends rows, the other receives the answers in the same order (Lamina, section 5.2).
 
         sends    |rows 0|        |rows 1|            |rows 0, next layer|
@@ -31,12 +32,12 @@ class WorkerLane:
         self._sends.begin(watch)
         self._takes.begin(watch)
 
-    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
         """Submit a step; the signal is the arrival of the answer."""
-        if step.ask is None:
-            return self._takes.submit(stage, step.work, after)
-        sent = self._sends.submit(stage._replace(name="q, k, v to a worker"), step.ask, after)
-        return self._takes.submit(stage, step.work, (sent,))
+        if task.ask is not None:
+            stage = task.stage(turn)._replace(name="q, k, v to a worker")
+            after = (self._sends.submit(stage, partial(task.ask, turn), after),)
+        return self._takes.submit_step(task, turn, after)
 
     def cancel(self) -> None:
         """Drop unsent rows. Outstanding answers are still received, or later rows would get them."""

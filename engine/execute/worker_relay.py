@@ -17,8 +17,9 @@ from functools import partial
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
-from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import HostTask
 from neo_desktop.engine.execute.worker import Worker, has_ended
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY, RelayStalledError, RelayStep
@@ -28,17 +29,17 @@ _END_TIMEOUT = 1.5  # in units of the watchdog's timeout: the asking thread wait
 
 @dataclass
 class _Iteration:
-    works: Sequence[HostWork]
+    tasks: Sequence[tuple[HostTask, Tensor]]  # with their flags
     watch: Watchdog
-    asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer, work's index
+    asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer, task's index
     steps: list[RelayStep] = field(default_factory=list)
     ends: list[Future[None]] = field(default_factory=list)  # ends of both threads' calls
     is_cancelled: bool = False
 
     def raise_all(self) -> None:
         """Raise all flags that the GPU may wait for."""
-        for each in self.works:
-            each.flags[DONE, :, 0] = 1
+        for _, flags in self.tasks:
+            flags[DONE, :, 0] = 1
 
 
 class WorkerRelay:
@@ -55,16 +56,15 @@ class WorkerRelay:
         self._asks, self._takes = (Worker(f"neo-desktop-{name} {does}") for does in ("asks", "takes"))
         self._iteration: _Iteration | None = None  # the current iteration
 
-    def start(self, works: Sequence[HostWork], watch: Watchdog) -> None:
+    def start(self, tasks: Sequence[HostTask], watch: Watchdog) -> None:
         """Begin an iteration, before the device begins.
 
         Args:
-            works: The worker's work in a layer, in the device's order.
+            tasks: The worker's tasks, in the device's order within a layer.
             watch: Watchdog for waits for the GPU.
         """
-        for each in works:
-            each.flags.zero_()
-        self._iteration = begun = _Iteration(works, watch)
+        with_flags = [(task, task.flags.zero_()) for task in tasks if task.flags is not None]
+        self._iteration = begun = _Iteration(with_flags, watch)
         begun.ends += (self._asks.submit(partial(_ask, begun)), self._takes.submit(partial(_take, begun)))
 
     def finish(self) -> list[RelayStep]:
@@ -107,23 +107,22 @@ class WorkerRelay:
 def _ask(iteration: _Iteration) -> None:
     """Send rows to the worker as the GPU provides them."""
     try:
-        for layer in range(iteration.works[0].flags.shape[1]):
-            for number, work in enumerate(iteration.works):
-                if not _has_come(iteration, work, layer):
+        for layer in range(iteration.tasks[0][1].shape[1]):
+            for number, (task, flags) in enumerate(iteration.tasks):
+                if not _has_come(iteration, task, flags, layer):
                     return
-                ask = work.step(layer).ask
-                assert ask is not None
-                ask()
+                assert task.ask is not None
+                task.ask(layer)
                 iteration.asked.put((layer, number))
     finally:
         iteration.asked.put(None)
 
 
-def _has_come(iteration: _Iteration, work: HostWork, layer: int) -> bool:
+def _has_come(iteration: _Iteration, task: HostTask, flags: Tensor, layer: int) -> bool:
     """Wait until the GPU has raised a flag; return False if the iteration was cancelled."""
-    watch, flag = iteration.watch, work.flags[READY, layer].numpy()
+    watch, flag = iteration.watch, flags[READY, layer].numpy()
     if not watch.wait_until(lambda: iteration.is_cancelled or flag[0] == 1):
-        raise RelayStalledError(f"the GPU did not come to {work.stage(layer).words} {watch.words}")
+        raise RelayStalledError(f"the GPU did not come to {task.stage(layer).words} {watch.words}")
     return not iteration.is_cancelled
 
 
@@ -133,9 +132,9 @@ def _take(iteration: _Iteration) -> None:
     try:
         while (asked := iteration.asked.get()) is not None:
             layer, number = asked
-            work, start_ns = iteration.works[number], time.perf_counter_ns()
-            work.step(layer).work()
-            work.flags[DONE, layer, 0] = 1
+            (task, flags), start_ns = iteration.tasks[number], time.perf_counter_ns()
+            task.run(layer)
+            flags[DONE, layer, 0] = 1
             iteration.steps.append(RelayStep(layer, number, start_ns, time.perf_counter_ns()))
     finally:
         iteration.raise_all()

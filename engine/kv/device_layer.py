@@ -1,6 +1,5 @@
 """KV in GPU memory, in the model's row layout."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from neo_desktop.engine.kernels.dispatch import (
     write_rows,
 )
 from neo_desktop.engine.kernels.occupancy import num_splits
-from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Partials, Rows
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.operators import Store
 
@@ -74,23 +73,13 @@ class DeviceLayer(KVLayer):
     def store(self, slots: Tensor) -> Store:
         return Store(slots, self._k, self._v)
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: Callable[[int], Partials] | None = None,
-    ) -> None:
-        if k is not None and v is not None and slots is not None:
-            self.write(k, v, slots)
+    def decode(self, rows: DecodeRows) -> None:
+        if rows.k is not None and rows.v is not None and rows.slots is not None:
+            self.write(rows.k, rows.v, rows.slots)
         # Only the device knows the longest context. Splits beyond the end of a context cost next to nothing.
-        most = min(block_tables.shape[1], self._k.shape[0]) * self.block_size
-        parts = (partials or partial(self._partials, q))(min(most, self.spec.window or most))
-        tensors = q, self._k, self._v, block_tables, context_lens, out, *parts
+        most = min(rows.block_tables.shape[1], self._k.shape[0]) * self.block_size
+        parts = (rows.partials or partial(self._partials, rows.q))(min(most, self.spec.window or most))
+        tensors = rows.q, self._k, self._v, rows.block_tables, rows.context_lens, rows.out, *parts
         paged_decode(*tensors, *self.spec)
 
     def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:

@@ -3,16 +3,16 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.huge_pages import ask_for_huge_pages
-from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.native.relay import RelayLayer
+from neo_desktop.native.relay import LayerCache
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has none
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this number
@@ -75,9 +75,10 @@ class HostLayer(KVLayer):
         both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
         return sum(give_back_pages(memory, num_blocks // BLOCKS_PER_RUN) for memory in (both, *scales))
 
-    def for_relay(self) -> RelayLayer:
-        """Return the layer in the form that `native.relay` takes."""
-        return RelayLayer(
+    @property
+    def cache(self) -> LayerCache:
+        """The layer in the form of native tasks."""
+        return LayerCache(
             self._k, self._v, self._k_scale, self._v_scale, self.spec.window or 0, self.spec.sinks
         )
 
@@ -109,29 +110,19 @@ class HostLayer(KVLayer):
         page_tokens = BLOCKS_PER_RUN * self.block_size
         return slots // page_tokens, slots % page_tokens
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: Callable[[int], Partials] | None = None,
-    ) -> None:
+    def decode(self, rows: DecodeRows) -> None:
         """Store and attend in one call; the kernel computes the slots itself."""
         native.paged_attention_decode(
-            q,
+            rows.q,
             self._k,
             self._v,
-            block_tables,
-            context_lens,
+            rows.block_tables,
+            rows.context_lens,
             self.spec.scale,
-            out,
+            rows.out,
             block_size=self.block_size,
-            k=k,
-            v=v,
+            k=rows.k,
+            v=rows.v,
             window=self.spec.window or 0,
             k_scale=self._k_scale,
             v_scale=self._v_scale,

@@ -36,6 +36,22 @@ class Partials(NamedTuple):
     lse: Tensor
 
 
+class DecodeRows(NamedTuple):
+    """The tensors of decode attention in a layer: one new token per request."""
+
+    q: Tensor  # [requests, heads, head_dim]
+    block_tables: Tensor  # [requests, max_blocks] int32
+    context_lens: Tensor  # [requests] int32, the new token included
+    out: Tensor  # as q
+    k: Tensor | None = None  # [requests, kv_heads, head_dim]; None: already stored
+    v: Tensor | None = None  # as k
+    # [requests], the target of k and v: the last slot per context. None: already stored, or the kernel for
+    # host memory computes it.
+    slots: Tensor | None = None
+    # Returns memory for partial results, given the most tokens of a context; None: allocate.
+    partials: Callable[[int], Partials] | None = None
+
+
 class KVLayer(ABC):
     """K and V of one layer in all blocks, with the decode attention that runs next to them.
 
@@ -102,28 +118,8 @@ class KVLayer(ABC):
         return None
 
     @abstractmethod
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: Callable[[int], Partials] | None = None,
-    ) -> None:
-        """Store one new token per request, and attend from it to the request's whole context.
-
-        Args:
-            q: [requests, heads, head_dim]; `out` has the same shape.
-            k: [requests, kv_heads, head_dim]; `v` has the same shape. None: already stored.
-            slots: [requests], the target of k and v: the last slot per context. None: already stored, or
-                the kernel for host memory computes it.
-            block_tables: [requests, max_blocks] int32
-            context_lens: [requests] int32, the new token included.
-            partials: Returns memory for partial results, given the most tokens of a context; None: allocate.
-        """
+    def decode(self, rows: DecodeRows) -> None:
+        """Store one new token per request, and attend from it to the request's whole context."""
 
 
 def slots_of(blocks: Tensor, block_size: int) -> Tensor:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.attention import specs_of
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.native.relay import HostCaches
 
 
 def layer_kind(device: torch.device) -> type[KVLayer]:
@@ -70,6 +72,14 @@ class KVPool:
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]
 
+    @cached_property
+    def host_caches(self) -> HostCaches:
+        """The layers of a pool in host memory in the form of native tasks."""
+        layers = [layer for layer in self._layers if isinstance(layer, HostLayer)]
+        assert len(layers) == self.num_layers
+        spec, caches = layers[0].spec, [layer.cache for layer in layers]
+        return HostCaches(caches, block_size=self.block_size, scale=spec.scale, softcap=spec.softcap or 0.0)
+
     @property
     def num_layers(self) -> int:
         return len(self._layers)
@@ -102,6 +112,7 @@ class KVPool:
         """Return a pool over the same memory with these layers, in this order; `parts` stay complete."""
         pool = copy.copy(self)
         pool._layers = [self._layers[index] for index in indices]
+        vars(pool).pop("host_caches", None)  # it has other layers
         return pool
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.execute.backend import Backend
 from neo_desktop.engine.execute.round_trips import RoundTrips, nothing
 from neo_desktop.engine.watchdog import Watchdog
-from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
+from neo_desktop.native.relay import HostCaches, LayerCache, Relay, empty_flags
 
 CHAIN = 32  # consecutive round trips, as in an iteration over 32 layers
 TIMEOUT_S = 10.0  # per round trip, which takes microseconds
@@ -44,10 +44,10 @@ class OffloadChain:
         q, k, v = torch.split(sent, [num_heads, kv_heads, kv_heads], dim=1)
         flags = empty_flags(length, pinned=pinned)
         cache = torch.zeros(requests, kv_heads, 1, head_dim)
-        layer = RelayLayer(cache, cache.clone(), None, None, window=0)
-        self._relay = Relay([layer] * length, block_size=1, scale=1.0)
+        caches = HostCaches([LayerCache(cache, cache.clone(), None, None, window=0)] * length)
         tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
-        self._batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
+        lens = torch.ones(requests, dtype=torch.int32)
+        self._relay, self._task = Relay(), caches.decode_task(q, k, v, answer, tables, lens, flags)
 
         def make() -> None:
             pause()
@@ -77,7 +77,7 @@ class OffloadChain:
         """
         self._attending_s = 0.0
         if in_graph:
-            self._relay.start([self._batch], timeout_s)
+            self._relay.start([self._task], timeout_s)
         start = time.perf_counter()
         try:
             with backend.on_device():

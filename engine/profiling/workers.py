@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface
@@ -64,11 +65,13 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
             lens = torch.full((requests,), context, dtype=torch.int32)
             qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
             q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
-            out = torch.empty(requests, num_heads, head_dim, dtype=dtype)
+            decodes = DecodeRows(
+                q, tables, lens, torch.empty(requests, num_heads, head_dim, dtype=dtype), k, v
+            )
             times = []
             for _ in range(1 + REPEATS):  # the first repetition sends the tables
                 begun_s = time.perf_counter()
-                layer.decode(q, k, v, None, tables, lens, out)
+                layer.decode(decodes)
                 times.append(time.perf_counter() - begun_s)
             row.append(1e3 * sorted(times)[len(times) // 4])
         rows_ms.append(row)

@@ -205,12 +205,6 @@ class WorkerLink:
             channel.send(Kind.READ, bytes_of(slots.contiguous()), layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.ROWS), out)
 
-    def ping(self) -> None:
-        """Wait for an answer while no other request is pending; raises the errors of `ask`."""
-        with self._using(self._attention, self._asking) as channel:
-            channel.send(Kind.PING)
-            channel.read_into(channel.answer(Kind.PONG))
-
     @contextmanager
     def _using(self, channel: Channel | None, lock: threading.Lock) -> Iterator[Channel]:
         with lock:

@@ -1,11 +1,9 @@
 """The engine's side: a worker's KV as an ordinary pool, whose layers attend over the network."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Rows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import AnyLink
@@ -43,26 +41,16 @@ class RemoteLayer(KVLayer):
     def read(self, slots: Tensor, out: Rows) -> None:
         self._link.read(self._index, slots, out)
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: Callable[[int], Partials] | None = None,
-    ) -> None:
+    def decode(self, rows: DecodeRows) -> None:
         """Attend on the worker, which knows the layer's constants; see `KVLayer`."""
-        assert k is not None
-        assert v is not None
-        self.ask(q, k, v, block_tables, context_lens)
-        self.answer(out)
+        self.ask(rows)
+        self.answer(rows.out)
 
-    def ask(self, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
+    def ask(self, rows: DecodeRows) -> None:
         """Send the inputs of `decode` without waiting; the answers must be received, in order."""
-        self._link.ask(self._index, q, k, v, block_tables, context_lens)
+        assert rows.k is not None
+        assert rows.v is not None
+        self._link.ask(self._index, rows.q, rows.k, rows.v, rows.block_tables, rows.context_lens)
 
     def answer(self, out: Tensor) -> None:
         """Wait for the output of the oldest unanswered rows, [requests, heads, head_dim]."""

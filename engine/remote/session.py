@@ -6,7 +6,6 @@ Only the engine knows the owners of the blocks.
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows, block_bytes
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
@@ -141,9 +140,6 @@ class _Desk:
             return self._store(header, inputs)
         if header.kind == Kind.READ:
             return self._read(header)
-        if header.kind == Kind.PING:
-            self._channel.read_into(header)
-            return partial(self._channel.send, Kind.PONG)
         raise ProtocolError(f"message {header.kind} is unknown")
 
     def _keep_tables(self, header: Header) -> None:
@@ -167,7 +163,7 @@ class _Desk:
 
         def attend() -> None:
             out = self._outputs.view((header.rows, heads, shape.head_dim), shape.dtype)
-            self._layers[header.layer].decode(q, k, v, None, tables, lens, out)
+            self._layers[header.layer].decode(DecodeRows(q, tables, lens, out, k, v))
             self._channel.send(Kind.OUTPUT, bytes_of(out), rows=header.rows)
 
         return attend
@@ -221,29 +217,19 @@ class GpuLayer(DeviceLayer):
             super().read(slots.to(self.device), rows)
             out.copy_(rows)
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: Callable[[int], Partials] | None = None,
-    ) -> None:
+    def decode(self, rows: DecodeRows) -> None:
         """Store the new K and V, and attend. `slots` has one slot per request; a context of 0 has none."""
-        assert k is not None
-        assert v is not None
-        last = context_lens.long() - 1
-        blocks = block_tables.long().gather(1, (last.clamp(min=0) // self.block_size)[:, None])[:, 0]
+        assert rows.k is not None
+        assert rows.v is not None
+        last = rows.context_lens.long() - 1
+        blocks = rows.block_tables.long().gather(1, (last.clamp(min=0) // self.block_size)[:, None])[:, 0]
         slots = torch.where(last < 0, -1, blocks * self.block_size + last % self.block_size)
         with _current(self.device):
-            self.write(k, v, slots)
-            device_q, tables, lens = (each.to(self.device) for each in (q, block_tables, context_lens))
-            device_out = torch.empty_like(device_q, memory_format=torch.contiguous_format)
-            super().decode(device_q, None, None, None, tables, lens, device_out, partials)
-            out.copy_(device_out)
+            self.write(rows.k, rows.v, slots)
+            q, tables, lens = (x.to(self.device) for x in (rows.q, rows.block_tables, rows.context_lens))
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            super().decode(DecodeRows(q, tables, lens, out))
+            rows.out.copy_(out)
 
 
 def _current(device: torch.device) -> torch.cuda.device:

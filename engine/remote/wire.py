@@ -57,8 +57,6 @@ class Kind(IntEnum):
     STORED = 7
     READ = 8
     ROWS = 9
-    PING = 10
-    PONG = 11
     FAILED = 12
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.fallbacks import MECHANISMS
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.selfcheck.check import Check
@@ -80,7 +80,7 @@ class LayerCase:
         lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         out = torch.full_like(q, torch.nan)
         self.layer.spec = self.layer.spec._replace(window=window)
-        self.layer.decode(q, k, v, slots, tables, lens, out)
+        self.layer.decode(DecodeRows(q, tables, lens, out, k, v, slots))
         return out.cpu()
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:

@@ -1,4 +1,5 @@
-// Python bindings. Tensors arrive as (address, dtype code, shape, strides): this file does not know torch.
+// Python bindings. Tensors arrive as (name, address, dtype code, shape, strides): this file does not know
+// torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,11 +10,11 @@
 #include <string>
 #include <tuple>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "neo_desktop/arithmetic.h"
 #include "neo_desktop/cpu.h"
+#include "neo_desktop/host_task.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
 #include "neo_desktop/packed_experts.h"
@@ -30,44 +31,58 @@
 namespace py = pybind11;
 using namespace neo_desktop;
 
+namespace pybind11::detail {
+
+template <>
+struct type_caster<TensorView> {
+  PYBIND11_TYPE_CASTER(TensorView, const_name("Tensor"));
+
+  bool load(handle source, bool convert) {
+    using Parts = std::tuple<std::string, uintptr_t, int, std::vector<int64_t>, std::vector<int64_t>>;
+    make_caster<Parts> loaded;
+    if (!loaded.load(source, convert)) return false;
+    auto [name, address, dtype, shape, strides] = cast_op<Parts&&>(std::move(loaded));
+    value = {std::move(name), reinterpret_cast<void*>(address), static_cast<DType>(dtype), std::move(shape),
+             std::move(strides)};
+    return true;
+  }
+};
+
+template <>
+struct type_caster<Isa> {
+  PYBIND11_TYPE_CASTER(Isa, const_name("str"));
+
+  bool load(handle source, bool) {
+    value = isa_from_name(py::cast<std::string>(source));
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail
+
 namespace {
 
-using Tensor = std::tuple<uintptr_t, int, std::vector<int64_t>, std::vector<int64_t>>;
+using MaybeTensor = std::optional<TensorView>;
 
-TensorView view(const char* name, const Tensor& tensor) {
-  const auto& [address, dtype, shape, strides] = tensor;
-  return {name, reinterpret_cast<void*>(address), static_cast<DType>(dtype), shape, strides};
-}
-
-std::optional<TensorView> view(const char* name, const std::optional<Tensor>& tensor) {
-  if (!tensor) return std::nullopt;
-  return view(name, *tensor);
-}
+const TensorView* pointer(const MaybeTensor& view) { return view ? &*view : nullptr; }
 
 // q, out, block_tables, context_lens, k and v of the new tokens or neither, block_size, scale, softcap
-using Decode = std::tuple<Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>,
-                          int64_t, float, float>;
+using Decode = std::tuple<TensorView, TensorView, TensorView, TensorView, MaybeTensor, MaybeTensor, int64_t,
+                          float, float>;
 
 DecodeArguments arguments(const Decode& decode) {
   const auto& [q, out, block_tables, context_lens, k, v, block_size, scale, softcap] = decode;
   std::optional<NewRows> new_rows;
-  if (k && v) new_rows = {view("k", *k), view("v", *v)};
-  return {view("q", q),
-          view("out", out),
-          view("block_tables", block_tables),
-          view("context_lens", context_lens),
-          new_rows,
-          block_size,
-          scale,
-          softcap};
+  if (k && v) new_rows = {*k, *v};
+  return {q, out, block_tables, context_lens, new_rows, block_size, scale, softcap};
 }
 
-// type, address, bytes, rows
 StoredType stored_type(int type) {
   if (type < 0 || type >= kStoredTypes) throw std::invalid_argument("there is no such type of weights");
   return static_cast<StoredType>(type);
 }
 
+// type, address, bytes, rows
 using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
 
 std::vector<PackedPart> quantised_parts(const std::vector<Part>& parts) {
@@ -81,120 +96,92 @@ std::vector<PackedPart> quantised_parts(const std::vector<Part>& parts) {
   return views;
 }
 
-using Matrix = std::pair<std::vector<Part>, std::optional<Tensor>>;
+using Matrix = std::pair<std::vector<Part>, MaybeTensor>;
 
-PackedMatrix quantised_matrix(const Matrix& matrix) {
-  return {quantised_parts(matrix.first), view("bias", matrix.second)};
-}
+PackedMatrix quantised_matrix(const Matrix& matrix) { return {quantised_parts(matrix.first), matrix.second}; }
 
 // k_cache, v_cache, k_scale, v_scale, window, sinks
-using Layer =
-    std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t, std::optional<Tensor>>;
+using Layer = std::tuple<TensorView, TensorView, MaybeTensor, MaybeTensor, int64_t, MaybeTensor>;
 
-// num_layers: of a relay without KV, which has no caches.
-std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int64_t num_layers, int num_threads,
-                                  const std::string& isa) {
-  if (layers.empty()) return std::make_unique<Relay>(num_layers, num_threads, isa_from_name(isa));
-  std::vector<RelayLayer> views;
+std::shared_ptr<HostCaches> host_caches(const std::vector<Layer>& layers) {
+  std::vector<LayerCache> views;
   for (const auto& [k_cache, v_cache, k_scale, v_scale, window, sinks] : layers) {
-    views.push_back({view("k_cache", k_cache), view("v_cache", v_cache), view("k_scale", k_scale),
-                     view("v_scale", v_scale), window, view("sinks", sinks)});
+    views.push_back({k_cache, v_cache, k_scale, v_scale, window, sinks});
   }
-  return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
+  return std::make_shared<HostCaches>(views);
 }
 
-// Arguments, flags, index. The tensors of decodes by layer have a leading dimension of layers.
-using Batch = std::tuple<Decode, Tensor, int>;
+using Caches = std::shared_ptr<HostCaches>;
+using KVTensors = std::pair<TensorView, TensorView>;
+using ExpertTensors = std::array<TensorView, 7>;
 
-// name, is_to_host, is_behind, slots, (k, v) of even and of odd layers, flags
-using Rows = std::tuple<Tensor, Tensor>;
-using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
-
-// name, lag, matrix per turn, x, out, flags, index
-using Product = std::tuple<std::string, int, std::vector<std::optional<Matrix>>, Tensor, Tensor, Tensor, int>;
-
-// experts per turn, tensors of `multiply_experts_of`, flags, index
-using ExpertsInTurns = std::tuple<std::vector<const PackedExperts*>, std::array<Tensor, 7>, Tensor, int>;
-
-// name, (address, bytes) of the turns' pieces, (address, bytes) of the buffers, flags
-using Copies = std::tuple<std::string, std::vector<std::pair<uintptr_t, int64_t>>,
-                          std::vector<std::pair<uintptr_t, int64_t>>, Tensor>;
-
-ExpertRows expert_rows(const std::array<Tensor, 7>& tensors) {
-  constexpr const char* kNames[] = {"x", "ids", "weights", "gate_up", "gated", "products", "out"};
-  std::array<TensorView, 7> views;
-  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
-  return {views[0], views[1], views[2], views[3], views[4], views[5], views[6]};
+std::shared_ptr<HostTask> decode_task_of(const Caches& caches, const Decode& decode, const TensorView& flags,
+                                         int index) {
+  return decode_task(caches, arguments(decode), flags, index);
 }
 
-RelayItem relay_item(const Batch& batch) {
-  const auto& [decode, flags, index] = batch;
-  const DecodeArguments all = arguments(decode);
-  if (all.q.shape.size() > 3) return RelayBatch::by_layer(all, view("flags", flags), index);
-  return RelayBatch{{all}, view("flags", flags), index};
+// even, odd: k and v of even and of odd layers
+std::shared_ptr<HostTask> rows_task_of(const Caches& caches, std::string what, bool to_host, bool is_behind,
+                                       const TensorView& slots, const KVTensors& even, const KVTensors& odd,
+                                       const TensorView& flags) {
+  const auto rows = [&](const KVTensors& kv) { return KVRows{kv.first, kv.second, slots}; };
+  return rows_task(caches, std::move(what), to_host, is_behind, {rows(even), rows(odd)}, flags);
 }
 
-RelayItem relay_item(const Transfer& transfer) {
-  const auto& [what, to_host, is_behind, slots, even, odd, flags] = transfer;
-  const auto rows = [&](const Rows& buffer) {
-    return KVRows{view("k", std::get<0>(buffer)), view("v", std::get<1>(buffer)), view("slots", slots)};
-  };
-  return RelayTransfer{what, to_host, is_behind, {rows(even), rows(odd)}, view("flags", flags)};
-}
-
-RelayItem relay_item(const Product& product) {
-  const auto& [what, lag, matrices, x, out, flags, index] = product;
-  std::vector<std::optional<PackedMatrix>> views;
+std::shared_ptr<HostTask> matmul_task_of(std::string what, int lag,
+                                         const std::vector<std::optional<Matrix>>& matrices,
+                                         const TensorView& x, const TensorView& out, const TensorView& flags,
+                                         int index) {
+  TurnMatmuls matmuls{std::move(what), lag, {}, x, out};
   for (const auto& matrix : matrices) {
-    views.push_back(matrix ? std::optional(quantised_matrix(*matrix)) : std::nullopt);
+    matmuls.matrices.push_back(matrix ? std::optional(quantised_matrix(*matrix)) : std::nullopt);
   }
-  return RelayProduct{what, lag, std::move(views), view("x", x), view("out", out), view("flags", flags),
-                      index};
+  return matmul_task(std::move(matmuls), flags, index);
 }
 
-RelayItem relay_item(const ExpertsInTurns& item) {
-  const auto& [experts, tensors, flags, index] = item;
-  return RelayExperts{experts, expert_rows(tensors), view("flags", flags), index};
+ExpertRows expert_rows(const ExpertTensors& tensors) {
+  return {tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], tensors[5], tensors[6]};
 }
 
-RelayItem relay_item(const Copies& copies) {
-  const auto& [what, sources, buffers, flags] = copies;
-  const auto bytes = [](const std::vector<std::pair<uintptr_t, int64_t>>& pieces) {
+std::shared_ptr<HostTask> experts_task_of(const std::vector<const PackedExperts*>& experts,
+                                          const ExpertTensors& tensors, const TensorView& flags, int index) {
+  return experts_task(experts, expert_rows(tensors), flags, index);
+}
+
+// (address, bytes) of the turns' pieces, and of the buffers
+using Pieces = std::vector<std::pair<uintptr_t, int64_t>>;
+
+std::shared_ptr<HostTask> copy_task_of(std::string what, const Pieces& sources, const Pieces& buffers,
+                                       const TensorView& flags) {
+  const auto bytes = [](const Pieces& pieces) {
     std::vector<Bytes> views;
     for (const auto& [address, size] : pieces) views.push_back({reinterpret_cast<char*>(address), size});
     return views;
   };
-  return RelayCopies{what, bytes(sources), bytes(buffers), view("flags", flags)};
+  return copy_task(std::move(what), bytes(sources), bytes(buffers), flags);
 }
 
-void start(Relay& relay,
-           const std::vector<std::variant<Batch, Transfer, Product, ExpertsInTurns, Copies>>& items,
-           double timeout_s) {
-  std::vector<RelayItem> views;
-  for (const auto& item : items) {
-    views.push_back(std::visit([](const auto& each) { return relay_item(each); }, item));
-  }
-  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
+void start(Relay& relay, const std::vector<std::shared_ptr<HostTask>>& tasks, double timeout_s) {
+  relay.start({tasks.begin(), tasks.end()}, std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
 }
 
-// [(layer, item, start, end)], times in nanoseconds of the monotonic clock.
+// [(turn, task, start, end)], times in nanoseconds of the monotonic clock.
 std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
   std::vector<std::tuple<int, int, int64_t, int64_t>> steps;
   for (const RelayStep& step : relay.finish()) {
-    steps.emplace_back(step.layer, step.item, step.start_ns, step.end_ns);
+    steps.emplace_back(step.turn, step.task, step.start_ns, step.end_ns);
   }
   return steps;
 }
 
-void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
-                        const Tensor& out, int num_threads, const std::string& isa) {
-  packed_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
-                isa_from_name(isa));
+void multiply_quantised(const TensorView& x, const std::vector<Part>& parts, const MaybeTensor& bias,
+                        const TensorView& out, int num_threads, Isa isa) {
+  packed_linear(x, quantised_parts(parts), bias, out, num_threads, isa);
 }
 
 // Buffers: width, dtype, is_given. Steps: op, sources, target, groups, length, number, weights, matrix.
 using Columns = std::tuple<int64_t, int64_t, int64_t>;
-using Step = std::tuple<int, std::vector<Columns>, Columns, int64_t, int64_t, float, std::vector<Tensor>,
+using Step = std::tuple<int, std::vector<Columns>, Columns, int64_t, int64_t, float, std::vector<TensorView>,
                         std::optional<Matrix>>;
 
 RowProgram row_program(const std::vector<std::tuple<int64_t, int, bool>>& buffers,
@@ -209,20 +196,16 @@ RowProgram row_program(const std::vector<std::tuple<int64_t, int, bool>>& buffer
   }
   std::vector<RowStep> of_program;
   for (const auto& [op, sources, into, groups, length, number, weights, matrix] : steps) {
-    RowStep step{static_cast<RowOp>(op), {}, columns_of(into), groups, length, number, {}, std::nullopt};
+    RowStep step{static_cast<RowOp>(op), {}, columns_of(into), groups, length, number, weights, std::nullopt};
     for (const Columns& source : sources) step.sources.push_back(columns_of(source));
-    for (const Tensor& weight : weights) step.weights.push_back(view("weights", weight));
     if (matrix) step.matrix = quantised_matrix(*matrix);
     of_program.push_back(std::move(step));
   }
   return {std::move(of_rows), std::move(of_program)};
 }
 
-void run_rows(const RowProgram& program, const std::vector<Tensor>& given, int num_threads,
-              const std::string& isa) {
-  std::vector<TensorView> views;
-  for (const Tensor& tensor : given) views.push_back(view("rows", tensor));
-  program.run(views, num_threads, isa_from_name(isa));
+void run_rows(const RowProgram& program, const std::vector<TensorView>& given, int num_threads, Isa isa) {
+  program.run(given, num_threads, isa);
 }
 
 // clamped: alpha, limit; gate_by: name of a function
@@ -241,9 +224,9 @@ PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, co
                         function);
 }
 
-void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,
-                         const std::string& isa) {
-  multiply_experts(experts, expert_rows(tensors), num_threads, isa_from_name(isa));
+void multiply_experts_of(const PackedExperts& experts, const ExpertTensors& tensors, int num_threads,
+                         Isa isa) {
+  multiply_experts(experts, expert_rows(tensors), num_threads, isa);
 }
 
 bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,
@@ -258,38 +241,6 @@ void unpack_quantised(int type, uintptr_t packed, const std::vector<int64_t>& ro
               static_cast<int64_t>(rows.size()), columns, reinterpret_cast<float*>(out),
               default_num_threads());
 }
-
-void add_rms_norm_of(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps,
-                     const Tensor& out, int num_threads, const std::string& isa) {
-  add_rms_norm(view("x", x), view("residual", residual), view("weight", weight), eps, view("out", out),
-               num_threads, isa_from_name(isa));
-}
-
-void silu_mul_of(const Tensor& gate_up, const Tensor& out, int num_threads, const std::string& isa) {
-  silu_mul(view("gate_up", gate_up), view("out", out), num_threads, isa_from_name(isa));
-}
-
-void rope_of(const Tensor& heads, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& norm,
-             float eps, int num_threads, const std::string& isa) {
-  rope(view("heads", heads), view("cos", cos), view("sin", sin), view("norm", norm), eps, num_threads,
-       isa_from_name(isa));
-}
-
-void scan_state_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
-                   const std::optional<Tensor>& beta, const Tensor& state, const Tensor& spans,
-                   const Tensor& out, int num_threads, const std::string& isa) {
-  scan_state(view("q", q), view("k", k), view("v", v), view("decay", decay), view("beta", beta),
-             view("state", state), view("spans", spans), view("out", out), num_threads, isa_from_name(isa));
-}
-
-void short_convolution_of(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                          bool has_silu, const Tensor& state, const Tensor& spans, const Tensor& out,
-                          int num_threads, const std::string& isa) {
-  short_convolution(view("x", x), view("weight", weight), view("bias", bias), has_silu, view("state", state),
-                    view("spans", spans), view("out", out), num_threads, isa_from_name(isa));
-}
-
-const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
 
 }  // namespace
 
@@ -308,63 +259,44 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def(
       "paged_attention_decode",
-      [](const Decode& decode, const Tensor& k_cache, const Tensor& v_cache,
-         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t window,
-         const std::optional<Tensor>& sinks, int num_threads, const std::string& isa) {
-        const auto sinks_view = view("sinks", sinks);
-        const auto k_scale_view = view("k_scale", k_scale);
-        const auto v_scale_view = view("v_scale", v_scale);
-        paged_attention_decode(arguments(decode), view("k_cache", k_cache), view("v_cache", v_cache),
-                               pointer(k_scale_view), pointer(v_scale_view), window, pointer(sinks_view),
-                               num_threads, isa_from_name(isa));
+      [](const Decode& decode, const TensorView& k_cache, const TensorView& v_cache,
+         const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t window, const MaybeTensor& sinks,
+         int num_threads, Isa isa) {
+        paged_attention_decode(arguments(decode), k_cache, v_cache, pointer(k_scale), pointer(v_scale),
+                               window, pointer(sinks), num_threads, isa);
       },
       without_gil);
   m.def(
       "prompt_attention",
-      [](const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ends, const Tensor& out,
-         int64_t window, const std::optional<Tensor>& sinks, float scale, float softcap, int num_threads,
-         const std::string& isa) {
-        const auto sinks_view = view("sinks", sinks);
-        prompt_attention({view("q", q), view("k", k), view("v", v), view("ends", ends), view("out", out),
-                          window, pointer(sinks_view), scale, softcap},
-                         num_threads, isa_from_name(isa));
+      [](const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& ends,
+         const TensorView& out, int64_t window, const MaybeTensor& sinks, float scale, float softcap,
+         int num_threads, Isa isa) {
+        prompt_attention({q, k, v, ends, out, window, pointer(sinks), scale, softcap}, num_threads, isa);
       },
       without_gil);
   m.def(
       "paged_kv_write",
-      [](const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
-         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, const Tensor& slots,
-         int num_threads, const std::string& isa) {
-        const auto k_scale_view = view("k_scale", k_scale);
-        const auto v_scale_view = view("v_scale", v_scale);
-        paged_kv_write(view("k", k), view("v", v), view("k_cache", k_cache), view("v_cache", v_cache),
-                       pointer(k_scale_view), pointer(v_scale_view), view("slots", slots), num_threads,
-                       isa_from_name(isa));
+      [](const TensorView& k, const TensorView& v, const TensorView& k_cache, const TensorView& v_cache,
+         const MaybeTensor& k_scale, const MaybeTensor& v_scale, const TensorView& slots, int num_threads,
+         Isa isa) {
+        paged_kv_write(k, v, k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, num_threads, isa);
       },
       without_gil);
   m.def(
       "paged_kv_read",
-      [](const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
-         const std::optional<Tensor>& v_scale, const Tensor& slots, const Tensor& k_out, const Tensor& v_out,
-         int num_threads, const std::string& isa) {
-        const auto k_scale_view = view("k_scale", k_scale);
-        const auto v_scale_view = view("v_scale", v_scale);
-        paged_kv_read(view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
-                      pointer(v_scale_view), view("slots", slots), view("k_out", k_out), view("v_out", v_out),
-                      num_threads, isa_from_name(isa));
+      [](const TensorView& k_cache, const TensorView& v_cache, const MaybeTensor& k_scale,
+         const MaybeTensor& v_scale, const TensorView& slots, const TensorView& k_out,
+         const TensorView& v_out, int num_threads, Isa isa) {
+        paged_kv_read(k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, k_out, v_out, num_threads,
+                      isa);
       },
       without_gil);
-  m.def(
-      "store_rows",
-      [](const Tensor& rows, const Tensor& slots, const Tensor& into, int num_threads) {
-        store_rows(view("rows", rows), view("slots", slots), view("into", into), num_threads);
-      },
-      without_gil);
-  m.def("add_rms_norm", &add_rms_norm_of, without_gil);
-  m.def("silu_mul", &silu_mul_of, without_gil);
-  m.def("rope", &rope_of, without_gil);
-  m.def("scan_state", &scan_state_of, without_gil);
-  m.def("short_convolution", &short_convolution_of, without_gil);
+  m.def("store_rows", &store_rows, without_gil);
+  m.def("add_rms_norm", &add_rms_norm, without_gil);
+  m.def("silu_mul", &silu_mul, without_gil);
+  m.def("rope", &rope, without_gil);
+  m.def("scan_state", &scan_state, without_gil);
+  m.def("short_convolution", &short_convolution, without_gil);
   py::class_<RowProgram>(m, "RowProgram").def(py::init(&row_program));
   m.def("run_rows", &run_rows, without_gil);
   py::class_<PackedExperts>(m, "PackedExperts").def(py::init(&experts_of));
@@ -390,18 +322,30 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def(
       "fma_rate",
-      [](double seconds, int num_threads, const std::string& isa, int dtype) {
-        return fma_rate(seconds, check_num_threads(num_threads), isa_from_name(isa),
-                        static_cast<DType>(dtype));
+      [](double seconds, int num_threads, Isa isa, int dtype) {
+        return fma_rate(seconds, check_num_threads(num_threads), isa, static_cast<DType>(dtype));
       },
       without_gil);
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });
+  py::class_<HostCaches, std::shared_ptr<HostCaches>>(m, "HostCaches").def(py::init(&host_caches));
+  py::class_<HostTask, std::shared_ptr<HostTask>>(m, "HostTask")
+      .def(
+          "run",
+          [](const HostTask& task, size_t turn, int num_threads, Isa isa) {
+            task.run(turn, check_num_threads(num_threads), isa);
+          },
+          without_gil);
+  m.def("decode_task", &decode_task_of);
+  m.def("rows_task", &rows_task_of);
+  m.def("matmul_task", &matmul_task_of);
+  m.def("experts_task", &experts_task_of);
+  m.def("copy_task", &copy_task_of);
   py::register_exception<RelayStalledError>(m, "RelayStalledError", PyExc_RuntimeError);
   py::class_<Relay>(m, "Relay")
-      .def(py::init(&make_relay))
-      .def("start", &start, py::arg("items"), py::arg("timeout_s") = 0.0, without_gil)
+      .def(py::init<int, Isa>())
+      .def("start", &start, py::arg("tasks"), py::arg("timeout_s") = 0.0, without_gil)
       .def("finish", &finish, without_gil)
       .def("cancel", &Relay::cancel, without_gil)
       .def("close", &Relay::close, without_gil);

@@ -2,7 +2,6 @@
 #include "neo_desktop/paged_attention.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "decode_call.h"
 #include "neo_desktop/kernels.h"
@@ -68,16 +67,7 @@ void DecodeArguments::check(const PagedCache& cache, int64_t window, const Tenso
   check_shape(context_lens, "[batch of q]", {q.size(0)});
   check_dtype(context_lens, {DType::kInt32});
   check_packed(context_lens, 1);
-  if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
-  if (!std::isfinite(softcap) || softcap < 0) {
-    fail("softcap is ", softcap, "; expected 0 (none) or a positive number");
-  }
-  if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
-  if (sinks != nullptr) {
-    check_shape(*sinks, "[heads of q]", {q.size(1)});
-    check_dtype(*sinks, {DType::kFloat32});
-    check_packed(*sinks, 1);
-  }
+  check_constants(scale, softcap, window, sinks, q.size(1));
   check_context(block_tables, context_lens, cache, check_block_size(block_size, cache), window);
   if (new_rows) {
     check_rows(new_rows->k, "[batch of q, kv_heads, head_dim]", q.size(0), cache);

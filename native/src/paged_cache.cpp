@@ -1,5 +1,7 @@
 #include "neo_desktop/paged_cache.h"
 
+#include <cmath>
+
 #include "neo_desktop/kernels.h"
 
 namespace neo_desktop {
@@ -98,6 +100,19 @@ void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, con
   check_shape(rows, meaning, {tokens, cache.kv_heads, cache.head_dim});
   check_dtype(rows, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(rows, 1);
+}
+
+void check_constants(float scale, float softcap, int64_t window, const TensorView* sinks, int64_t heads) {
+  if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
+  if (!std::isfinite(softcap) || softcap < 0) {
+    fail("softcap is ", softcap, "; expected 0 (none) or a positive number");
+  }
+  if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
+  if (sinks != nullptr) {
+    check_shape(*sinks, "[heads of q]", {heads});
+    check_dtype(*sinks, {DType::kFloat32});
+    check_packed(*sinks, 1);
+  }
 }
 
 }  // namespace neo_desktop

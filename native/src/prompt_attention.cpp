@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <numbers>
 #include <tuple>
 #include <vector>
@@ -73,16 +72,7 @@ void check(const PromptArguments& arguments) {
   check_packed(ends, 1);
   check_ends(ends, 0, q.size(0));
   check_ends(ends, 1, k.size(0));
-  if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
-  if (!std::isfinite(softcap) || softcap < 0) {
-    fail("softcap is ", softcap, "; expected 0 (none) or a positive number");
-  }
-  if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
-  if (sinks != nullptr) {
-    check_shape(*sinks, "[heads of q]", {q.size(1)});
-    check_dtype(*sinks, {DType::kFloat32});
-    check_packed(*sinks, 1);
-  }
+  check_constants(scale, softcap, window, sinks, q.size(1));
 }
 
 class PromptCall {

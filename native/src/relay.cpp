@@ -13,7 +13,6 @@
 
 #include "neo_desktop/thread_pool.h"
 #include "pause.h"
-#include "relay_items.h"
 
 namespace neo_desktop {
 namespace {
@@ -37,19 +36,12 @@ int64_t now_ns() {
       .count();
 }
 
-const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
-
-bool alike(const PagedCache& a, const PagedCache& b) {
-  return a.dtype == b.dtype && a.k_pairs == b.k_pairs && a.num_pages == b.num_pages &&
-         a.kv_heads == b.kv_heads && a.page_tokens == b.page_tokens && a.head_dim == b.head_dim;
-}
-
 }  // namespace
 
 class Relay::State {
  public:
-  State(const std::vector<RelayLayer>& layers, int64_t num_layers, int num_threads, Isa isa);
-  void start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout);
+  State(int num_threads, Isa isa) : num_threads_(check_num_threads(num_threads)), isa_(isa) {}
+  void start(HostTasks tasks, std::chrono::nanoseconds timeout);
   std::vector<RelayStep> finish();
   void cancel();
   bool end();  // true if the relay's thread has ended
@@ -57,31 +49,23 @@ class Relay::State {
   void guard();
 
  private:
-  struct Layer {
-    PagedCache cache;
-    int64_t window;
-    std::optional<TensorView> sinks;
-  };
-
   // The relay's thread switches between waiting and working; the guard switches to given up. The first switch
   // wins: after a timeout while waiting, no step starts.
   enum class Doing : int { kWaiting, kWorking, kGivenUp };
 
   void serve();
-  bool step(size_t layer, size_t index);
-  bool goes_on(size_t layer, size_t index, Doing doing);
+  bool step(size_t turn, size_t index);
+  bool goes_on(size_t turn, size_t index, Doing doing);
   std::string where(Doing doing) const;
   std::chrono::nanoseconds look() const { return std::clamp(timeout_ / kLooks, kShortestLook, kLongestLook); }
-  bool wait_until_ready(const RelayItem& item, size_t layer) const;
+  bool wait_until_ready(const HostTask& task, size_t turn) const;
   void release_all();
 
-  std::vector<Layer> layers_;  // empty: no KV
-  const size_t num_layers_;
   const int num_threads_;
   const Isa isa_;
 
   // State of the iteration. `start` writes it before it sets `running_`, the relay's thread afterwards.
-  std::vector<RelayItem> items_;
+  HostTasks tasks_;
   bool rests_ = false;  // sleep between two polls of a flag
   std::vector<RelayStep> steps_;
   std::exception_ptr error_;
@@ -90,8 +74,8 @@ class Relay::State {
 
   // State that the guard reads.
   std::atomic<uint64_t> progress_{0};  // grows with every started step
-  std::atomic<size_t> layer_{0};
-  std::atomic<size_t> item_{0};
+  std::atomic<size_t> turn_{0};
+  std::atomic<size_t> task_{0};
   std::atomic<Doing> doing_{Doing::kWaiting};
 
   std::mutex mutex_;  // guards the following
@@ -105,11 +89,7 @@ class Relay::State {
   int64_t guard_wakes_ns_ = 0;  // next time at which the guard checks
 };
 
-Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
-    : Relay(std::make_shared<State>(layers, layers.size(), num_threads, isa)) {}
-
-Relay::Relay(int64_t num_layers, int num_threads, Isa isa)
-    : Relay(std::make_shared<State>(std::vector<RelayLayer>{}, num_layers, num_threads, isa)) {}
+Relay::Relay(int num_threads, Isa isa) : Relay(std::make_shared<State>(num_threads, isa)) {}
 
 Relay::Relay(std::shared_ptr<State> made) : state_(std::move(made)) {
   // Detached, because a stuck step cannot be joined. The guard handles timeouts; back-to-back iterations do
@@ -125,8 +105,8 @@ Relay::Relay(std::shared_ptr<State> made) : state_(std::move(made)) {
 
 Relay::~Relay() { close(); }
 
-void Relay::start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout) {
-  state_->start(std::move(items), timeout);
+void Relay::start(HostTasks tasks, std::chrono::nanoseconds timeout) {
+  state_->start(std::move(tasks), timeout);
 }
 
 std::vector<RelayStep> Relay::finish() { return state_->finish(); }
@@ -138,22 +118,6 @@ bool Relay::close() {
   return state_->end();
 }
 
-Relay::State::State(const std::vector<RelayLayer>& layers, int64_t num_layers, int num_threads, Isa isa)
-    : num_layers_(num_layers), num_threads_(check_num_threads(num_threads)), isa_(isa) {
-  if (num_layers < 1) fail("a relay needs at least one layer");
-  for (const RelayLayer& layer : layers) {
-    if (layer.window < 0) fail("window is ", layer.window, "; expected 0 (all tokens) or a number of tokens");
-    check_no_overlap(layer.k_cache, 2);
-    check_no_overlap(layer.v_cache, 2);
-    layers_.push_back(
-        {check_cache(layer.k_cache, layer.v_cache, pointer(layer.k_scale), pointer(layer.v_scale)),
-         layer.window, layer.sinks});
-    const auto heads = [](const auto& sinks) { return sinks ? sinks->shape : std::vector<int64_t>{}; };
-    if (heads(layer.sinks) != heads(layers.front().sinks)) fail("all layers must have as many sinks");
-    if (!alike(layers_.back().cache, layers_.front().cache)) fail("the caches of all layers must be alike");
-  }
-}
-
 bool Relay::State::end() {
   std::unique_lock lock(mutex_);
   closed_ = true;
@@ -162,16 +126,12 @@ bool Relay::State::end() {
   return changed_.wait_for(lock, kEndPatience, [this] { return ended_; });
 }
 
-void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds timeout) {
+void Relay::State::start(HostTasks tasks, std::chrono::nanoseconds timeout) {
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
-  const Layer* first = layers_.empty() ? nullptr : &layers_.front();
-  for (const RelayItem& item : items) {
-    check(item, first ? &first->cache : nullptr, first ? pointer(first->sinks) : nullptr, num_layers_);
-  }
-  items_ = std::move(items);
-  rests_ = std::none_of(items_.begin(), items_.end(), is_urgent);
+  tasks_ = std::move(tasks);
+  rests_ = std::none_of(tasks_.begin(), tasks_.end(), [](const auto& task) { return task->is_urgent(); });
   steps_.clear();
   error_ = nullptr;
   cancelled_ = false;
@@ -179,13 +139,13 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   stalled_.clear();
   doing_ = Doing::kWaiting;
   goes_on(0, 0, Doing::kWaiting);
-  for (const RelayItem& item : items_) {
-    for (size_t layer = 0; layer < turns_of(item, num_layers_); ++layer) {
-      flag(item, kReady, layer) = 0;
-      flag(item, kDone, layer) = 0;
+  for (const auto& task : tasks_) {
+    for (size_t turn = 0; turn < task->turns(); ++turn) {
+      task->flag(kReady, turn) = 0;
+      task->flag(kDone, turn) = 0;
     }
   }
-  running_ = !items_.empty();
+  running_ = !tasks_.empty();
   const bool wakes_guard = timeout.count() > 0 && now_ns() + look().count() < guard_wakes_ns_;
   lock.unlock();
   changed_.notify_all();
@@ -232,15 +192,17 @@ void Relay::State::work() {
 void Relay::State::serve() {
   std::optional<ThreadPool::Awake> awake;
   if (!rests_) awake.emplace(ThreadPool::shared());
+  size_t turns = 0;
+  for (const auto& task : tasks_) turns = std::max(turns, task->turns());
   try {
-    for (size_t turn = 0; turn <= num_layers_; ++turn) {
+    for (size_t now = 0; now <= turns; ++now) {
       for (const bool behind : {false, true}) {
-        if (behind && turn == 0) continue;
-        const size_t layer = turn - (behind ? 1 : 0);
-        for (size_t i = 0; i < items_.size(); ++i) {
-          const RelayItem& item = items_[i];
-          if (is_behind(item) != behind || layer >= turns_of(item, num_layers_)) continue;
-          if (takes_part(item, layer) && !step(layer, i)) return;
+        if (behind && now == 0) continue;
+        const size_t turn = now - (behind ? 1 : 0);
+        for (size_t i = 0; i < tasks_.size(); ++i) {
+          const HostTask& task = *tasks_[i];
+          if (task.is_behind() != behind || turn >= task.turns()) continue;
+          if (task.takes_part(turn) && !step(turn, i)) return;
         }
       }
     }
@@ -251,16 +213,14 @@ void Relay::State::serve() {
 }
 
 // Returns false if the iteration timed out or was cancelled before the step.
-bool Relay::State::step(size_t layer, size_t index) {
-  const RelayItem& item = items_[index];
-  if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
+bool Relay::State::step(size_t turn, size_t index) {
+  const HostTask& task = *tasks_[index];
+  if (!goes_on(turn, index, Doing::kWaiting) || !wait_until_ready(task, turn)) return false;
   const int64_t start_ns = now_ns();
-  if (!goes_on(layer, index, Doing::kWorking)) return false;
-  const Layer* of = layer < layers_.size() ? &layers_[layer] : nullptr;
-  run(item, of ? &of->cache : nullptr, of ? of->window : 0, of ? pointer(of->sinks) : nullptr, layer,
-      num_threads_, isa_);
-  flag(item, kDone, layer).store(1, std::memory_order_release);
-  steps_.push_back({static_cast<int>(layer), static_cast<int>(index), start_ns, now_ns()});
+  if (!goes_on(turn, index, Doing::kWorking)) return false;
+  task.run(turn, num_threads_, isa_);
+  task.flag(kDone, turn).store(1, std::memory_order_release);
+  steps_.push_back({static_cast<int>(turn), static_cast<int>(index), start_ns, now_ns()});
   return true;
 }
 
@@ -297,25 +257,25 @@ void Relay::State::guard() {
 }
 
 // Returns false, and changes nothing, after the guard has given the iteration up.
-bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
+bool Relay::State::goes_on(size_t turn, size_t index, Doing doing) {
   Doing before = doing_;
   if (before == Doing::kGivenUp || !doing_.compare_exchange_strong(before, doing)) return false;
-  layer_.store(layer, std::memory_order_relaxed);
-  item_.store(index, std::memory_order_relaxed);
+  turn_.store(turn, std::memory_order_relaxed);
+  task_.store(index, std::memory_order_relaxed);
   progress_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
 std::string Relay::State::where(Doing doing) const {
-  const RelayItem& item = items_[item_];
-  const bool is_waiting = doing == Doing::kWaiting && is_awaited(item, layer_);
+  const HostTask& task = *tasks_[task_];
+  const bool is_waiting = doing == Doing::kWaiting && task.is_awaited(turn_);
   const std::string seconds = std::to_string(timeout_.count() / 1'000'000'000.0);
-  return words(item, layer_, is_waiting) + " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
+  return task.words(turn_, is_waiting) + " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
 }
 
-bool Relay::State::wait_until_ready(const RelayItem& item, size_t layer) const {
-  if (!is_awaited(item, layer)) return !cancelled_.load(std::memory_order_relaxed);
-  const auto ready = flag(item, kReady, layer);
+bool Relay::State::wait_until_ready(const HostTask& task, size_t turn) const {
+  if (!task.is_awaited(turn)) return !cancelled_.load(std::memory_order_relaxed);
+  const auto ready = task.flag(kReady, turn);
   for (unsigned pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
     if (cancelled_.load(std::memory_order_relaxed)) return false;
     if (rests_ && pauses > kPausesPerYield) {
@@ -329,9 +289,9 @@ bool Relay::State::wait_until_ready(const RelayItem& item, size_t layer) const {
 }
 
 void Relay::State::release_all() {
-  for (const RelayItem& item : items_) {
-    for (size_t layer = 0; layer < turns_of(item, num_layers_); ++layer) {
-      flag(item, kDone, layer).store(1, std::memory_order_release);
+  for (const auto& task : tasks_) {
+    for (size_t turn = 0; turn < task->turns(); ++turn) {
+      task->flag(kDone, turn).store(1, std::memory_order_release);
     }
   }
 }

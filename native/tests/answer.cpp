@@ -24,8 +24,8 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
   rows.values.resize(rows.tokens * dim);
   for (int64_t t = 0; t < rows.tokens; ++t) {
     const int64_t slot = problem.slot(b, first + t);
-    const double k_scale = cache.k_scale_of(slot, head);
-    const double v_scale = cache.v_scale_of(slot, head);
+    const double k_scale = cache.scale_of(cache.k_scale, slot, head);
+    const double v_scale = cache.scale_of(cache.v_scale, slot, head);
     const int64_t k = cache.k_at(slot, head, 0);
     const int64_t k_pair = cache.k_at(slot, head, 2) - k;
     const int64_t v = cache.v_at(slot, head, 0);

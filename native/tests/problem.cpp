@@ -64,28 +64,22 @@ std::pair<int64_t, int64_t> page_and_head_strides(const CacheShape& shape, int64
   return {shape.kv_heads * (piece + gap), piece + gap};
 }
 
-Tensor make_k(const CacheShape& shape, Random& random) {
+Tensor make_rows(const char* name, const CacheShape& shape, Random& random) {
   const auto [page, head] = page_and_head_strides(shape, shape.page_tokens * shape.head_dim, random);
-  if (!shape.pairs) {
-    return {"k_cache",
-            shape.dtype,
-            {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim},
-            {page, head, shape.head_dim, 1},
-            random};
-  }
+  return {name,
+          shape.dtype,
+          {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim},
+          {page, head, shape.head_dim, 1},
+          random};
+}
+
+Tensor make_k(const CacheShape& shape, Random& random) {
+  if (!shape.pairs) return make_rows("k_cache", shape, random);
+  const auto [page, head] = page_and_head_strides(shape, shape.page_tokens * shape.head_dim, random);
   return {"k_cache",
           shape.dtype,
           {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim / 2, 2},
           {page, head, 2, 2 * shape.page_tokens, 1},
-          random};
-}
-
-Tensor make_v(const CacheShape& shape, Random& random) {
-  const auto [page, head] = page_and_head_strides(shape, shape.page_tokens * shape.head_dim, random);
-  return {"v_cache",
-          shape.dtype,
-          {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim},
-          {page, head, shape.head_dim, 1},
           random};
 }
 
@@ -227,7 +221,7 @@ void add_not_a_number(DecodeProblem& problem, Random& random) {
 Cache::Cache(const CacheShape& shape, Random& random)
     : shape(shape),
       k(make_k(shape, random)),
-      v(make_v(shape, random)),
+      v(make_rows("v_cache", shape, random)),
       k_scale(make_scale("k_scale", shape, random)),
       v_scale(make_scale("v_scale", shape, random)) {}
 
@@ -245,12 +239,8 @@ int64_t Cache::scale_at(int64_t slot, int64_t head) const {
   return k_scale->at({slot / shape.page_tokens, head, slot % shape.page_tokens});
 }
 
-double Cache::k_scale_of(int64_t slot, int64_t head) const {
-  return k_scale ? k_scale->get(scale_at(slot, head)) : 1;
-}
-
-double Cache::v_scale_of(int64_t slot, int64_t head) const {
-  return v_scale ? v_scale->get(scale_at(slot, head)) : 1;
+double Cache::scale_of(const std::optional<Tensor>& scale, int64_t slot, int64_t head) const {
+  return scale ? scale->get(scale_at(slot, head)) : 1;
 }
 
 void Cache::erase(int64_t slot) const {

@@ -41,8 +41,7 @@ struct Cache {
   int64_t scale_at(int64_t slot, int64_t head) const;
 
   // Scale of a row's elements.
-  double k_scale_of(int64_t slot, int64_t head) const;
-  double v_scale_of(int64_t slot, int64_t head) const;
+  double scale_of(const std::optional<Tensor>& scale, int64_t slot, int64_t head) const;
 
   // Makes this slot's key and value NaN again, for all heads.
   void erase(int64_t slot) const;

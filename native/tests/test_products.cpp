@@ -22,7 +22,7 @@ Tensor noise(const char* name, std::vector<int64_t> shape, Random& random) {
   return tensor;
 }
 
-// One item: matrices with a different height in every turn, and turns without a matrix.
+// One task: matrices with a different height in every turn, and turns without a matrix.
 struct Problem {
   Problem(int64_t turns, Random& random)
       : rows(random.between(1, 5)),
@@ -41,7 +41,9 @@ struct Problem {
     }
   }
 
-  RelayProduct item() const { return {"down", 1, matrices, x.view(), out.view(), flags.view()}; }
+  std::shared_ptr<HostTask> task() const {
+    return matmul_task({"down", 1, matrices, x.view(), out.view()}, flags.view(), 0);
+  }
 
   std::atomic_ref<int32_t> flag(int64_t kind, int64_t turn) const {
     return std::atomic_ref<int32_t>(flags.as<int32_t>()[flags.at({kind, turn, 0})]);
@@ -79,17 +81,17 @@ void test_products(Random& random, Report& report) {
   const int threads = static_cast<int>(random.between(1, 3));
   report.describe(std::to_string(layers) + " layers; " + std::to_string(threads) + " threads");
   std::vector<Problem> problems;
-  std::vector<RelayItem> items;
+  HostTasks tasks;
   size_t expected_steps = 0;
   for (int64_t i = random.between(1, 3); i > 0; --i) problems.emplace_back(turns, random);
   for (const Problem& problem : problems) {
-    items.push_back(problem.item());
+    tasks.push_back(problem.task());
     for (const auto& matrix : problem.matrices) expected_steps += matrix.has_value();
   }
-  Relay relay(layers, threads, isa);
+  Relay relay(threads, isa);
   for (int iteration = 0; iteration < 3; ++iteration) {
     const bool cancels = random.chance(0.3);
-    relay.start(items, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
+    relay.start(tasks, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
     std::string wrong;
     std::thread gpu([&, own = random]() mutable {
       for (int64_t turn = 0; turn < turns; ++turn) {

@@ -41,9 +41,12 @@ class Gpu {
         flags_("flags", DType::kInt32, {2, layers, kFlagInts}, packed_strides({2, layers, kFlagInts}),
                random) {}
 
-  RelayBatch batch() const {
-    if (by_layer_) return RelayBatch::by_layer(in_all(layers_, problem_.arguments()), flags_.view(), 0);
-    return {{problem_.arguments()}, flags_.view()};
+  std::shared_ptr<HostTask> task(const std::shared_ptr<HostCaches>& caches,
+                                 const DecodeArguments& arguments) const {
+    return decode_task(caches, by_layer_ ? in_all(layers_, arguments) : arguments, flags_.view(), 0);
+  }
+  std::shared_ptr<HostTask> task(const std::shared_ptr<HostCaches>& caches) const {
+    return task(caches, problem_.arguments());
   }
 
   // Runs all layers, and checks the results of the layers before `checked`.
@@ -72,9 +75,9 @@ class Gpu {
   double largest_error_ = 0;
 };
 
-RelayLayer layer_of(const DecodeProblem& problem) {
+LayerCache layer_of(const DecodeProblem& problem) {
   const Cache& cache = problem.cache;
-  RelayLayer layer{cache.k.view(), cache.v.view(), std::nullopt, std::nullopt, problem.window, std::nullopt};
+  LayerCache layer{cache.k.view(), cache.v.view(), std::nullopt, std::nullopt, problem.window, std::nullopt};
   if (cache.k_scale) layer.k_scale = cache.k_scale->view();
   if (cache.v_scale) layer.v_scale = cache.v_scale->view();
   if (problem.sinks) layer.sinks = problem.sinks->view();
@@ -92,13 +95,13 @@ void test_relay(Random& random, Report& report) {
   const Isa isa = isas[random.between(0, static_cast<int64_t>(isas.size()) - 1)];
   report.describe(isa_name(isa) + ("; " + std::to_string(layers) + " layers; " + problem.text()));
 
-  auto relay =
-      std::make_unique<Relay>(std::vector<RelayLayer>(layers, layer_of(problem)), problem.num_threads, isa);
+  const auto caches = std::make_shared<HostCaches>(std::vector<LayerCache>(layers, layer_of(problem)));
+  auto relay = std::make_unique<Relay>(problem.num_threads, isa);
   for (int iteration = 0; iteration < 3; ++iteration) {
     Gpu gpu(problem, answer, layers, random);
     const bool cancels = random.chance(0.3);
     // Longer than any step here; the guard must ignore the start and end of iterations.
-    relay->start({gpu.batch()}, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
+    relay->start({gpu.task(caches)}, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
     std::thread stream([&] { gpu.run(cancels ? 0 : layers); });
     if (cancels) relay->cancel();
     bool cancelled = false;
@@ -117,7 +120,7 @@ void test_relay(Random& random, Report& report) {
   // The relay does not wait for a GPU that makes no progress, with or without a later reader of the flags.
   if (random.chance(0.2)) {
     Gpu silent(problem, answer, layers, random);
-    relay->start({silent.batch()}, std::chrono::milliseconds(1));
+    relay->start({silent.task(caches)}, std::chrono::milliseconds(1));
     try {
       relay->finish();
       report.fail("a GPU that does nothing was not noticed");
@@ -129,18 +132,18 @@ void test_relay(Random& random, Report& report) {
     silent.run(0);  // every flag is raised
   }
 
-  // Invalid items are found before anything starts, and a valid iteration can follow.
+  // Invalid tasks are refused.
   Gpu gpu(problem, answer, layers, random);
-  RelayBatch wrong = gpu.batch();
-  wrong.layers[0].block_size = -1;
+  DecodeArguments wrong = problem.arguments();
+  wrong.block_size = -1;
   try {
-    relay->start({wrong});
+    gpu.task(caches, wrong);
     report.fail("a negative block size was not refused");
   } catch (const std::invalid_argument&) {
   }
-  relay->start({gpu.batch()});
+  relay->start({gpu.task(caches)});
   try {
-    relay->start({gpu.batch()});
+    relay->start({gpu.task(caches)});
     report.fail("two iterations at once were not refused");
   } catch (const std::logic_error&) {
   }

@@ -164,9 +164,11 @@ std::string wrong_written(const RowsProblem& problem, int64_t n) {
     const int64_t v_from = problem.v.at({n, head, 0});
     std::string wrong;
     if (cache.k_scale) {
-      wrong = wrong_int8_row(problem.k, k_from, cache.k, cache.k_scale_of(slot, head), dim, k_at);
+      wrong =
+          wrong_int8_row(problem.k, k_from, cache.k, cache.scale_of(cache.k_scale, slot, head), dim, k_at);
       if (wrong.empty()) {
-        wrong = wrong_int8_row(problem.v, v_from, cache.v, cache.v_scale_of(slot, head), dim, v_at);
+        wrong =
+            wrong_int8_row(problem.v, v_from, cache.v, cache.scale_of(cache.v_scale, slot, head), dim, v_at);
       }
     } else {
       wrong = wrong_row(problem.k, k_from, cache.k, dim, k_at);
@@ -199,13 +201,14 @@ std::string wrong_read(const RowsProblem& problem, int64_t n) {
   const Cache& cache = problem.cache;
   const int64_t slot = problem.slot(n);
   for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
-    std::string wrong = wrong_row_read(problem.k, problem.k.at({n, head, 0}), cache.k,
-                                       static_cast<float>(cache.k_scale_of(slot, head)), cache.shape.head_dim,
-                                       [&](int64_t i) { return cache.k_at(slot, head, i); });
+    std::string wrong =
+        wrong_row_read(problem.k, problem.k.at({n, head, 0}), cache.k,
+                       static_cast<float>(cache.scale_of(cache.k_scale, slot, head)), cache.shape.head_dim,
+                       [&](int64_t i) { return cache.k_at(slot, head, i); });
     if (wrong.empty()) {
       wrong = wrong_row_read(problem.v, problem.v.at({n, head, 0}), cache.v,
-                             static_cast<float>(cache.v_scale_of(slot, head)), cache.shape.head_dim,
-                             [&](int64_t i) { return cache.v_at(slot, head, i); });
+                             static_cast<float>(cache.scale_of(cache.v_scale, slot, head)),
+                             cache.shape.head_dim, [&](int64_t i) { return cache.v_at(slot, head, i); });
     }
     if (!wrong.empty()) return "token " + std::to_string(n) + ", head " + std::to_string(head) + ": " + wrong;
   }

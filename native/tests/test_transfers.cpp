@@ -80,11 +80,11 @@ class Gpu {
     }
   }
 
-  RelayTransfer transfer() const {
+  std::shared_ptr<HostTask> task(const std::shared_ptr<HostCaches>& caches) const {
     const auto rows = [this](int i) {
       return KVRows{buffers_[i].k.view(), buffers_[i].v.view(), slots_.view()};
     };
-    return {"rows", to_host_, is_behind_, {rows(0), rows(1)}, flags_.view()};
+    return rows_task(caches, "rows", to_host_, is_behind_, {rows(0), rows(1)}, flags_.view());
   }
 
   // Runs all layers. With `checks`, verifies the rows that arrive. Without, it does not touch buffers,
@@ -141,7 +141,7 @@ bool in_order(const std::vector<RelayStep>& steps, const std::vector<Gpu>& gpus,
       if (layer < 0 || layer == layers) continue;
       for (size_t i = 0; i < gpus.size(); ++i) {
         if (gpus[i].is_behind() != behind) continue;
-        if (next == steps.size() || steps[next].layer != layer || steps[next].item != static_cast<int>(i)) {
+        if (next == steps.size() || steps[next].turn != layer || steps[next].task != static_cast<int>(i)) {
           return false;
         }
         ++next;
@@ -169,7 +169,7 @@ void test_transfers(Random& random, Report& report) {
   Tensor all("slots", DType::kInt64, {shape.num_slots()}, {1}, random);
   std::iota(all.as<int64_t>(), all.as<int64_t>() + shape.num_slots(), 0);
   std::vector<Cache> caches, expected;
-  std::vector<RelayLayer> views;
+  std::vector<LayerCache> views;
   for (int layer = 0; layer < layers; ++layer) {
     Rows rows(shape.num_slots(), shape, DType::kFloat32, random);
     rows.fill(random);
@@ -185,20 +185,21 @@ void test_transfers(Random& random, Report& report) {
   }
   report.describe(isa_name(isa) + ("; " + std::to_string(layers) + " layers; " + caches.front().text()));
 
-  Relay relay(views, static_cast<int>(random.between(1, 4)), isa);
+  const auto host_caches = std::make_shared<HostCaches>(views);
+  Relay relay(static_cast<int>(random.between(1, 4)), isa);
   for (int iteration = 0; iteration < 3; ++iteration) {
     std::vector<int64_t> slots(all.as<int64_t>(), all.as<int64_t>() + shape.num_slots());
     std::shuffle(slots.begin(), slots.end(), random.engine());
     std::vector<Gpu> gpus;
-    for (int64_t items = random.between(0, 3), i = 0; i < items; ++i) {
+    for (int64_t left = random.between(0, 3); left > 0; --left) {
       const int64_t count = random.between(0, static_cast<int64_t>(slots.size()));
       gpus.emplace_back(std::vector<int64_t>(slots.end() - count, slots.end()), caches, isa, random);
       slots.resize(slots.size() - count);  // transfers do not share slots
     }
     const bool cancels = random.chance(0.2);
-    std::vector<RelayItem> items;
-    for (const Gpu& gpu : gpus) items.emplace_back(gpu.transfer());
-    relay.start(items, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
+    HostTasks tasks;
+    for (const Gpu& gpu : gpus) tasks.push_back(gpu.task(host_caches));
+    relay.start(tasks, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
     std::vector<std::thread> streams;
     for (Gpu& gpu : gpus) streams.emplace_back([&gpu, cancels] { gpu.run(!cancels); });
     if (cancels) relay.cancel();

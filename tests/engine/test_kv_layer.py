@@ -13,7 +13,7 @@ from torch_layer import TorchLayer
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.execute import moves as block_moves
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.kv_tier import KVTier
@@ -140,7 +140,8 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
 def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     host, device = make_pool(HostLayer, torch.int8, 16), make_pool(TorchLayer, dtype, 16)
-    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage({KVTier.HOST: host, KVTier.DEVICE: device})
+    first = {KVTier.HOST: host.with_layers([0]), KVTier.DEVICE: device.with_layers([0])}
+    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage(first)
     rows = some_rows(len(slots), dtype)
     host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     for _ in range(5):
@@ -179,7 +180,7 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     q = torch.randn(2, group * KV_HEADS, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
     layer.spec = layer.spec._replace(window=window)
-    layer.decode(q, k[:2], v[:2], new, tables, lens, out)
+    layer.decode(DecodeRows(q, tables, lens, out, k[:2], v[:2], new))
 
     for row, context in enumerate(contexts):
         keys, values = read(layer, context, rows_dtype)

@@ -8,10 +8,9 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
-import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.execute.lane import HostStep, Lane, Work
+from neo_desktop.engine.execute.lane import HostTask, Lane, Work
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage
@@ -21,8 +20,8 @@ STAGE = Stage("work", 0, 0, 1)
 TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
 
-def step(work: Work) -> HostStep:
-    return HostStep(work, torch.zeros(2, 1, dtype=torch.int32))
+def task(work: Work, stage: Stage = STAGE) -> HostTask:
+    return HostTask(Lane.CPU, lambda _: stage, lambda _: work())
 
 
 def threads_of_lanes() -> set[threading.Thread]:
@@ -71,7 +70,7 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
         ran.append("slow")
 
     running = lanes.run(Lane.TO_HOST, STAGE, slow)
-    lanes.host(Lane.CPU, STAGE, step(lambda: ran.append("waiting")), (running,))
+    lanes.host(task(lambda: ran.append("waiting")), 0, (running,))
     queued = lanes.run(Lane.TO_HOST, STAGE, lambda: ran.append("queued"))
     behind = lanes.run(Lane.SWAP, STAGE, lambda: ran.append("behind"), (queued,))
     assert begun.wait(TIMEOUT_S)
@@ -84,7 +83,7 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
         with pytest.raises(CancelledError):
             signal.wait()
     waiting_ran = len(ran)
-    lanes.host(Lane.CPU, STAGE, step(lambda: ran.append("new"))).wait()
+    lanes.host(task(lambda: ran.append("new")), 0).wait()
     assert ran[waiting_ran:] == ["new"]
     lanes.join()
     lanes.close()
@@ -101,7 +100,7 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
 
     running = lanes.run(Lane.TO_DEVICE, STAGE, slow)
     queued = lanes.run(Lane.TO_DEVICE, STAGE, lambda: None)
-    lanes.host(Lane.CPU, STAGE, step(lambda: None), (queued,))
+    lanes.host(task(lambda: None), 0, (queued,))
     lanes.run(Lane.SWAP, STAGE, lambda: None, (running,))
     assert begun.wait(TIMEOUT_S)
     threading.Timer(0.05, gate.set).start()
@@ -111,7 +110,7 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
     with pytest.raises(CancelledError):
         queued.wait()
     with pytest.raises(RuntimeError):
-        lanes.host(Lane.CPU, STAGE, step(lambda: None))
+        lanes.host(task(lambda: None), 0)
     lanes.close()  # a second close does nothing
     lanes.abandon()  # the thread of a closed iteration does this
 
@@ -149,7 +148,7 @@ def test_a_program_that_forgets_to_close_ends() -> None:
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
     lanes, gate, ran = Lanes.threads(None), threading.Event(), []
     lanes.begin(Watchdog(0.4, predicted_ms=12))
-    stuck = lanes.host(Lane.CPU, Stage("CPU attention", 3, 1, 7), step(gate.wait))
+    stuck = lanes.host(task(gate.wait, Stage("CPU attention", 3, 1, 7)), 0)
     dependent = lanes.run(Lane.TO_DEVICE, STAGE, lambda: ran.append("dependent"), (stuck,))
     lanes.run(Lane.SWAP, STAGE, lambda: ran.append("other"))
     expected = (
@@ -169,7 +168,7 @@ def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
 def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
     lanes, gate = Lanes.threads(None), threading.Event()
     lanes.begin(Watchdog(1.5))
-    lanes.host(Lane.CPU, STAGE, step(gate.wait))
+    lanes.host(task(gate.wait), 0)
     for _ in range(4):
         lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(0.5))  # together longer than the timeout
     lanes.run(Lane.SWAP, STAGE, gate.set)

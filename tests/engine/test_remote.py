@@ -144,10 +144,10 @@ def test_one_engine_at_a_time_and_the_next_one_once_it_is_gone(model: Decoder, a
     first = open_link(model, address)
     with pytest.raises(ProtocolError, match="attends for another engine"):
         open_link(model, address)
-    first.ping()
+    check_that_it_answers(first)
     first.close()
     second = open_next(model, address)
-    second.ping()
+    check_that_it_answers(second)
     second.close()
 
 
@@ -157,7 +157,7 @@ def test_an_engine_that_lost_the_connection_comes_back_at_once(model: Decoder, a
     assert link._attention is not None
     old, link._attention = link._attention, None  # still open, and silent
     link.open(shape_of(model, BLOCK_SIZE), sinks_of(model), 8)
-    link.ping()
+    check_that_it_answers(link)
     with pytest.raises(ConnectionError):
         old.header()
     link.close()
@@ -228,7 +228,11 @@ def test_a_worker_that_does_not_answer_is_lost_by_name_after_a_while(model: Deco
         with pytest.raises(TimeoutError):
             link.open(shape_of(model, BLOCK_SIZE), sinks_of(model), 8)
         with pytest.raises(WorkerLostError, match="worker-3 is lost: it is not connected"):
-            link.ping()
+            check_that_it_answers(link)
+
+
+def check_that_it_answers(link: WorkerLink) -> None:
+    link.read(0, torch.tensor([0]), torch.empty(2, 1, *_row_shape()))
 
 
 def _row_shape() -> tuple[int, int]:

@@ -10,15 +10,15 @@ import torch
 from certificates import make_certificate
 from executors import thread_executor
 from pipeline_case import BLOCK_SIZE, check_result, make_storage, sampling_input, tiny_model
-from torch import Tensor
 from workers import SECRET, running_worker, shape_of, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute.lane import HostStep
+from neo_desktop.engine.execute.lane import HostTask
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
@@ -42,10 +42,10 @@ class Gate:
         self.begun, self.opened = threading.Semaphore(0), threading.Event()
         gate = self
 
-        def decode(self: HostLayer, q: Tensor, *others: Tensor) -> None:
+        def decode(self: HostLayer, rows: DecodeRows) -> None:
             gate.begun.release()
             assert gate.opened.wait(TIMEOUT_S)
-            others[5].copy_(q)
+            rows.out.copy_(rows.q)
 
         monkeypatch.setattr(HostLayer, "decode", decode)
 
@@ -84,22 +84,23 @@ def test_lanes_send_ahead_and_take_what_was_asked_for_also_if_the_iteration_is_g
     lane, said = WorkerLane("worker-1"), []
     answers, gate = threading.Semaphore(0), threading.Event()
 
-    def step(name: str, *, held: bool = False) -> HostStep:
-        def ask() -> None:
+    stage = Stage("worker's attention", 0, 0, 1)
+
+    def task(name: str, *, held: bool = False) -> HostTask:
+        def ask(_: int) -> None:
             assert not held or gate.wait(TIMEOUT_S)
             said.append(f"ask {name}")
 
-        def take() -> None:
+        def take(_: int) -> None:
             assert answers.acquire(timeout=TIMEOUT_S)
             said.append(f"take {name}")
 
-        return HostStep(take, torch.zeros(2, 1, dtype=torch.int32), ask)
+        return HostTask("worker-1", lambda _: stage, take, ask=ask)
 
-    stage = Stage("worker's attention", 0, 0, 1)
-    lane.submit_step(stage, step("a"))
-    lane.submit_step(stage, step("b"))
-    lane.submit_step(stage, step("c", held=True))
-    dropped = lane.submit_step(stage, step("d"))
+    lane.submit_step(task("a"), 0)
+    lane.submit_step(task("b"), 0)
+    lane.submit_step(task("c", held=True), 0)
+    dropped = lane.submit_step(task("d"), 0)
     while len(said) < 2:
         assert not gate.wait(0.001)
     lane.cancel()

@@ -10,7 +10,7 @@ from fake_cuda import accelerator_error
 
 from neo_desktop.engine.cuda.copies import wait_for_gpu
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, is_lost
-from neo_desktop.engine.execute.lane import HostStep, Lane
+from neo_desktop.engine.execute.lane import HostTask, Lane
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
@@ -142,8 +142,8 @@ def test_a_thread_that_waits_for_a_gpu_that_hangs_says_so(cuda: FakeStream) -> N
     """The CPU's attention waits for q, k and v: the error names the GPU, not the thread."""
     lanes, streams = gpu_lanes()
     sent = lanes.run(Lane.TO_HOST, stage("q, k, v", 1), hang(streams[Lane.TO_HOST]))
-    step = HostStep(nothing, torch.zeros(2, 1, dtype=torch.int32))
-    attended = lanes.host(Lane.CPU, stage("CPU attention", 1), step, (sent,))
+    task = HostTask(Lane.CPU, lambda layer: stage("CPU attention", layer), lambda _: None)
+    attended = lanes.host(task, 1, (sent,))
     with pytest.raises(DeviceStalledError, match="'q, k, v' in layer 1"):
         attended.wait()
     lanes.close()

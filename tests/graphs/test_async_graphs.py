@@ -1,5 +1,7 @@
 """Async decodes on streams of any order, in graphs, and after failures."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from async_case import AsyncIterations, Conveyor
@@ -12,10 +14,9 @@ from seeds import seeds
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import model_runner
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.lane import Lane, Step
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.program import Part
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.watchdog import Timeout
@@ -87,11 +88,11 @@ def test_no_memory_for_a_turns_graph_loses_nothing(model: Decoder) -> None:
     class Short(ImitatedBackend):
         num_captured = 0
 
-        def _capture(self, part: Part) -> list[Operation]:
+        def _capture(self, steps: Sequence[Step]) -> list[Operation]:
             self.num_captured += 1
             if self.num_captured == 2:
                 raise torch.OutOfMemoryError("no room")
-            return super()._capture(part)
+            return super()._capture(steps)
 
     backend = Short()
     executor, _ = make_executor(model, backend=backend)

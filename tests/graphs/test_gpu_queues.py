@@ -18,7 +18,7 @@ from neo_desktop.engine.cuda.errors import DeviceLostError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import stream_lane
 from neo_desktop.engine.execute.backend import StreamBackend
-from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.round_trips import SmallProgram, nothing
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.native.relay import empty_flags
@@ -42,10 +42,11 @@ def question_and_answer(flags: Tensor, seen: Tensor) -> SmallProgram:
 
     def record(launcher: Launcher) -> None:
         arrived: tuple[Signal, ...] = ()
+        task = HostTask(Lane.CPU, partial(Stage, "step", sub_batch=0, tokens=1), nothing, flags)
         for step in range(NUM_STEPS):
-            stage = Stage("step", step, 0, 1)
+            stage = task.stage(step)
             asked = launcher.run(Lane.DEVICE, stage, seen[step].zero_, arrived)
-            answered = launcher.host(Lane.CPU, stage, HostStep(nothing, flags[:, step]), (asked,))
+            answered = launcher.host(task, step, (asked,))
             arrived = (launcher.run(Lane.TO_DEVICE, stage, partial(seen[step].fill_, 1), (answered,)),)
         launcher.wait(arrived)
 

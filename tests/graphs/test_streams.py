@@ -1,6 +1,6 @@
 """Programs on a GPU, with streams, graphs and a driver that only record their calls."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,9 +14,8 @@ from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
-from neo_desktop.engine.execute.lane import HostStep, Lane, Launcher
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Step
 from neo_desktop.engine.execute.lanes import TOLD_BY
-from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
 LANES = [lane for lane in Lane if lane not in TOLD_BY]
@@ -137,13 +136,16 @@ def backend(gpu: FakeGpu) -> StreamBackend:
     return StreamBackend(streams, None)  # type: ignore[arg-type]
 
 
+Record = Callable[[Launcher], None]
+
+
 class FixedProgram:
     def __init__(self, key: str, *records: Record) -> None:
         self.key = key
         self._records = records
 
-    def parts(self) -> list[Part]:
-        return [Part(is_fixed=number % 2 == 0, records=(each,)) for number, each in enumerate(self._records)]
+    def steps(self) -> list[Step]:
+        return [Step(each, is_capturable=number % 2 == 0) for number, each in enumerate(self._records)]
 
 
 def carry_out(runs: StreamBackend, key: str, *records: Record, with_graphs: bool = True) -> bool:
@@ -156,7 +158,8 @@ def offload_buffers(gpu: FakeGpu, flags: torch.Tensor) -> Record:
     def program(launcher: Launcher) -> None:
         made = launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
         sent = launcher.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
-        answered = launcher.host(Lane.CPU, STAGE, HostStep(lambda: None, flags), (sent,))
+        task = HostTask(Lane.CPU, lambda _: STAGE, lambda _: None, flags)
+        answered = launcher.host(task, 0, (sent,))
         arrived = launcher.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (answered,))
         launcher.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
 
@@ -164,7 +167,7 @@ def offload_buffers(gpu: FakeGpu, flags: torch.Tensor) -> Record:
 
 
 def flags() -> torch.Tensor:
-    return torch.zeros(2, 1, dtype=torch.int32)
+    return torch.zeros(2, 1, 1, dtype=torch.int32)
 
 
 def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:

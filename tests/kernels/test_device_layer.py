@@ -14,7 +14,7 @@ from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.disk_items import BlockBytes
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv.streamed import StreamedPool
 from neo_desktop.models.attention import AttentionSpec
@@ -92,7 +92,8 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
         out = torch.full_like(q, torch.nan, device=where)
         moved = (tensor.to(where) for tensor in arguments)
         layer.spec = layer.spec._replace(window=window)
-        layer.decode(*moved, out)  # type: ignore[call-arg]
+        moved_q, k, v, slots, moved_tables, lens = moved
+        layer.decode(DecodeRows(moved_q, moved_tables, lens, out, k, v, slots))
         outs.append(out.cpu())
     how = config.attention_scale, window, None if sinks is None else sinks[1], config.attention_softcap
     expected = torch.cat([dense(q[i : i + 1], k, v, *how) for i, (k, v) in enumerate(rows)])
@@ -147,7 +148,7 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
             q = torch.zeros(requests, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
             k, tables = q[:, : config.num_kv_heads], zeros.new_zeros(requests, 400)
             layer.spec = AttentionSpec(1.0, window)
-            layer.decode(q, k, k, zeros.long() - 1, tables, zeros, q)
+            layer.decode(DecodeRows(q, tables, zeros, q, k, k, zeros.long() - 1))
     assert set(launched) == set(at_start) == {False, True}
 
 

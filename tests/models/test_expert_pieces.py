@@ -5,6 +5,7 @@ import torch
 from gguf_files import STORED, small_rows
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.models import expert_pieces, operators
 from neo_desktop.models.decoder import Experts
 from neo_desktop.models.expert_operators import Choice, ExpertScratch, gated
@@ -102,7 +103,9 @@ def test_device_bus_and_cpu_together_make_what_all_experts_make(
             continue
         moe.find_host_ids(room, streamed)
         by_cpu = torch.full_like(x, torch.nan)
-        moe.multiply_on_host(x, room.choice.host_ids, weights, room, by_cpu)
+        assert moe.on_host is not None
+        memory = room.gate_up, room.gated, room.products
+        native.multiply_experts(moe.on_host, x, room.choice.host_ids, weights, *memory, by_cpu)
         found = by_cpu if not streamed and not resident else found + by_cpu
         # The CPU rounds the inputs of quantised matmuls to 8 bits.
         assert (found - expected).norm() < (1e-5 if kind is None else 0.02) * expected.norm()

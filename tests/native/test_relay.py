@@ -11,32 +11,33 @@ from pathlib import Path
 import pytest
 import torch
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, offload, relay_of
+from relay_case import NUM_LAYERS, batch_of, caches_of, offload, relay
 
-from neo_desktop.native.relay import Relay, RelayLayer, RelayStalledError
+from neo_desktop.native.relay import HostCaches, LayerCache, RelayStalledError
 
 
 def test_each_layer_is_attended_to_with_its_window() -> None:
     case, windows = make_case([700, 90, 33], group=4), (0, 50, 0)
-    relay, batch = relay_of(case, windows), batch_of(case)
+    attends, batch = relay(), batch_of(case)
+    task = batch.task(caches_of(case, windows))
     for _ in range(2):  # flags and buffers are used again
-        relay.start([batch])
+        attends.start([task])
         for layer, window in enumerate(windows):
             expected = replace(case, window=window).run()
             assert torch.equal(offload(batch, layer), expected)
-        assert [(step.layer, step.item) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
+        assert [(step.turn, step.task) for step in attends.finish()] == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_sub_batches_take_turns_within_a_layer() -> None:
     case = make_case([400, 120, 77], group=2)
     batches = [batch_of(case), batch_of(case)]
-    relay = relay_of(case)
-    relay.start(batches)
+    attends = relay()
+    attends.start([batch.task(caches_of(case)) for batch in batches])
     for layer in range(NUM_LAYERS):
         for batch in batches:
             assert torch.equal(offload(batch, layer), case.run())
-    steps = relay.finish()
-    assert [(step.layer, step.item) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
+    steps = attends.finish()
+    assert [(step.turn, step.task) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
     times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
     assert times == sorted(times)
     assert times[-1] <= time.perf_counter_ns()
@@ -54,8 +55,8 @@ def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
     async_decodes = replace(of_layer, **everything)
     async_decodes.context_lens.mul_(present)
     async_decodes.q.mul_(torch.tensor([1.0, 2.0, 3.0]).view(-1, 1, 1, 1))
-    relay = relay_of(case)
-    relay.start([ordinary, async_decodes])
+    attends, caches = relay(), caches_of(case)
+    attends.start([ordinary.task(caches), async_decodes.task(caches)])
     for layer in range(NUM_LAYERS):
         assert torch.equal(offload(ordinary, layer), case.run())
         out = offload(async_decodes, layer)[layer]
@@ -63,56 +64,63 @@ def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
         is_there = present[layer].bool()
         assert torch.equal(out[is_there], expected[is_there])
         assert bool(out[~is_there].isnan().all())
-    assert [(step.layer, step.item) for step in relay.finish()] == [(i, b) for i in range(3) for b in (0, 1)]
+    assert [(step.turn, step.task) for step in attends.finish()] == [(i, b) for i in range(3) for b in (0, 1)]
 
 
 def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> None:
     case = make_case([400, 120])
-    batch = batch_of(case)
-    relay = relay_of(case)
-    relay.start([batch])
+    batch, attends = batch_of(case), relay()
+    task = batch.task(caches_of(case))
+    attends.start([task])
     offload(batch, 0)
     waiting = threading.Thread(target=lambda: [offload(batch, layer) for layer in (1, 2)])
-    relay.cancel()
+    attends.cancel()
     waiting.start()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
-        relay.finish()
+        attends.finish()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
-    relay.start([batch])
+    attends.start([task])
     assert all(torch.equal(offload(batch, layer), case.run()) for layer in range(NUM_LAYERS))
-    relay.finish()
+    attends.finish()
 
 
 def test_what_is_wrong_is_refused_before_anything_begins() -> None:
     case = make_case([400, 120])
-    relay, batch = relay_of(case), batch_of(case)
+    batch, caches, attends = batch_of(case), caches_of(case), relay()
     with pytest.raises(ValueError, match=r"context_lens\[0\] is 9999, beyond the"):
-        relay.start([replace(batch, context_lens=torch.full_like(batch.context_lens, 9999))])
+        replace(batch, context_lens=torch.full_like(batch.context_lens, 9999)).task(caches)
     with pytest.raises(ValueError, match="flags has shape"):
-        relay.start([replace(batch, flags=torch.zeros(2, 9, 16, dtype=torch.int32))])
-    relay.start([batch])
+        replace(batch, flags=torch.zeros(2, 9, 16, dtype=torch.int32)).task(caches)
+    attends.start([batch.task(caches)])
     with pytest.raises(RuntimeError, match="the relay's last iteration has not ended"):
-        relay.start([batch])
-    relay.cancel()
+        attends.start([batch.task(caches)])
+    attends.cancel()
     with pytest.raises(ValueError, match="caches of all layers must be alike"):
-        Relay(
+        HostCaches(
             [
-                RelayLayer(case.k_cache, case.v_cache, None, None, 0),
-                RelayLayer(case.k_cache[1:], case.v_cache[1:], None, None, 0),
-            ],
-            block_size=16,
-            scale=1.0,
+                LayerCache(case.k_cache, case.v_cache, None, None, 0),
+                LayerCache(case.k_cache[1:], case.v_cache[1:], None, None, 0),
+            ]
         )
+
+
+def test_a_thread_runs_the_steps_of_the_same_task() -> None:
+    case, windows = make_case([700, 90, 33], group=4), (0, 50, 0)
+    batch = batch_of(case)
+    task = batch.task(caches_of(case, windows))
+    for layer, window in enumerate(windows):
+        task.run(layer)
+        assert torch.equal(batch.out, replace(case, window=window).run())
 
 
 def test_the_relay_sleeps_between_iterations() -> None:
     case = make_case([2000, 700])
-    relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch])
+    attends, batch = relay(), batch_of(case)
+    attends.start([batch.task(caches_of(case))])
     for layer in range(NUM_LAYERS):
         offload(batch, layer)
-    relay.finish()
+    attends.finish()
     before = time.process_time()
     time.sleep(0.4)
     assert time.process_time() - before < 0.2  # a polling thread would use 0.4 s
@@ -120,30 +128,31 @@ def test_the_relay_sleeps_between_iterations() -> None:
 
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     case = make_case([400, 120])
-    relay, batches = relay_of(case), [batch_of(case), replace(batch_of(case), index=7)]
-    relay.start(batches, timeout_s=0.2)
+    attends, batches = relay(), [batch_of(case), replace(batch_of(case), index=7)]
+    tasks = [batch.task(caches_of(case)) for batch in batches]
+    attends.start(tasks, timeout_s=0.2)
     offload(batches[0], 0)
     with pytest.raises(
         RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 7 within 0.2 s"
     ):
-        relay.finish()
+        attends.finish()
     for batch in batches:  # later waits are released as well
         assert bool((batch.flags[1, :, 0] == 1).all())
-    relay.start(batches, timeout_s=60)
+    attends.start(tasks, timeout_s=60)
     for layer in range(NUM_LAYERS):
         for batch in batches:
             assert torch.equal(offload(batch, layer), case.run())
-    relay.finish()
+    attends.finish()
 
 
 def test_the_timeout_begins_anew_with_every_step() -> None:
     case = make_case([40])
-    relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch], timeout_s=1.5)
+    attends, batch = relay(), batch_of(case)
+    attends.start([batch.task(caches_of(case))], timeout_s=1.5)
     for layer in range(NUM_LAYERS):
         time.sleep(0.6)  # together more than the timeout
         offload(batch, layer)
-    assert len(relay.finish()) == NUM_LAYERS
+    assert len(attends.finish()) == NUM_LAYERS
 
 
 # A step that never ends: the page of q is unreadable, and the signal handler makes the thread sleep.
@@ -151,10 +160,10 @@ STUCK = """
 import ctypes, mmap, os, signal, threading, time
 import torch
 from paged_case import make_case
-from relay_case import batch_of, relay_of
+from relay_case import batch_of, caches_of, relay
 from dataclasses import replace
 from pathlib import Path
-from neo_desktop.native.relay import RelayStalledError, RelayTransfer
+from neo_desktop.native.relay import RelayStalledError
 
 libc = ctypes.CDLL(None)
 libc.signal.restype = ctypes.c_void_p
@@ -179,7 +188,7 @@ q.copy_(case.q)
 _, kv_heads, _, head_dim = case.v_cache.shape
 rows = torch.frombuffer(pages, dtype=q.dtype)[: 8 * kv_heads * head_dim].view(2, 4, kv_heads, head_dim)
 others = threads()
-relay = relay_of(case)
+relay, caches = relay(), caches_of(case)
 relay.start([ITEM], timeout_s=TIMEOUT)
 """
 BEGIN_STEP = """
@@ -189,7 +198,7 @@ batch.flags[0, 0, 0] = 1
 
 
 def stuck_program(
-    timeout_s: float, rest: str, item: str = "replace(batch, q=q)"
+    timeout_s: float, rest: str, item: str = "replace(batch, q=q).task(caches)"
 ) -> "subprocess.CompletedProcess[str]":
     path = str(Path(__file__).parents[1] / "support")
     program = f"import sys; sys.path.append({path!r})" + STUCK + rest
@@ -199,20 +208,16 @@ def stuck_program(
     )
 
 
-TRANSFER = """RelayTransfer(
-    "a prompt's KV",
-    to_host=True,
-    is_behind=False,
-    slots=torch.arange(4),
-    buffers=(rows, rows),
-    flags=batch.flags,
-)"""
+TRANSFER = """caches.rows_task("a prompt's KV", torch.arange(4), (rows, rows), batch.flags, to_host=True)"""
 
 
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("replace(batch, q=q)", "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s"),
+        (
+            "replace(batch, q=q).task(caches)",
+            "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
+        ),
         (TRANSFER, "the CPU did not end storing a prompt's KV of layer 0 within 0.5 s"),
     ],
 )
@@ -226,7 +231,7 @@ except RelayStalledError as error:
     print(error)
 assert bool((batch.flags[1, :, 0] == 1).all())
 try:
-    relay.start([batch])
+    relay.start([batch.task(caches)])
 except RuntimeError as error:
     print(error)
 """
@@ -243,14 +248,14 @@ def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None
 
 def test_a_relay_that_is_closed_takes_no_more() -> None:
     case = make_case([400, 120])
-    relay, batch = relay_of(case), batch_of(case)
-    relay.start([batch], timeout_s=60)
-    relay.close()
+    attends, task = relay(), batch_of(case).task(caches_of(case))
+    attends.start([task], timeout_s=60)
+    attends.close()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
-        relay.finish()
+        attends.finish()
     with pytest.raises(RuntimeError, match="the relay is closed"):
-        relay.start([batch])
-    relay.close()  # again
+        attends.start([task])
+    attends.close()  # again
 
 
 def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
@@ -258,10 +263,11 @@ def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
     program = f"""
 import sys; sys.path.append({str(Path(__file__).parents[1] / "support")!r})
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, offload, relay_of
+from relay_case import NUM_LAYERS, batch_of, caches_of, offload, relay
 case = make_case([40])
-relay, batch = relay_of(case), batch_of(case)
-relay.start([batch], timeout_s=2)
+batch = batch_of(case)
+relay, caches = relay(), caches_of(case)
+relay.start([batch.task(caches)], timeout_s=2)
 offload(batch, 0)
 print("stop me", flush=True)
 input()

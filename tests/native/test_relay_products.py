@@ -2,23 +2,21 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from paged_case import make_case
-from relay_case import NUM_LAYERS, batch_of, offload, relay_of
+from relay_case import NUM_LAYERS, batch_of, caches_of, offload
 from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.native.relay import (
     Relay,
-    RelayExperts,
-    RelayProduct,
     RelayStalledError,
-    RelayTransfer,
     empty_flags,
+    experts_task,
+    matmul_task,
 )
 
 COLUMNS = 64
@@ -40,15 +38,10 @@ class Case:
         for linear in self.linears:
             if linear is not None:
                 linear.load(0, numbers(linear.rows, COLUMNS))
-        self.item = RelayProduct(
-            name,
-            lag,
-            [None if linear is None else linear.native for linear in self.linears],
-            x=torch.empty(count, COLUMNS),
-            out=torch.full((count * max(heights),), torch.nan),
-            flags=empty_flags(len(heights), pinned=False),
-            owners=self.linears,
-        )
+        self.x, self.out = torch.empty(count, COLUMNS), torch.full((count * max(heights),), torch.nan)
+        self.flags = empty_flags(len(heights), pinned=False)
+        matrices = [None if linear is None else linear.native for linear in self.linears]
+        self.task = matmul_task(name, matrices, self.x, self.out, self.flags, lag=lag, owners=self.linears)
 
     def expected(self, turn: int) -> Tensor:
         linear = self.linears[turn]
@@ -58,11 +51,13 @@ class Case:
 
     def offload(self, turn: int) -> Tensor:
         """Act as the GPU: write x, raise the flag, wait for the answer's flag, return the product."""
-        self.item.x.copy_(self.inputs[turn])
-        self.item.flags[0, turn, 0] = 1
-        while self.item.flags[1, turn, 0].item() == 0:
+        linear = self.linears[turn]
+        assert linear is not None
+        self.x.copy_(self.inputs[turn])
+        self.flags[0, turn, 0] = 1
+        while self.flags[1, turn, 0].item() == 0:
             time.sleep(0)
-        return self.item.out_of(turn).clone()
+        return self.out[: len(self.x) * linear.rows].view(len(self.x), linear.rows).clone()
 
     def run(self) -> None:
         for turn, linear in enumerate(self.linears):
@@ -80,31 +75,27 @@ def turn_of_a_decoder() -> list[Case]:
 
 
 def test_products_come_in_order_in_every_turn_that_has_them() -> None:
-    relay, cases = Relay([], num_layers=2, num_threads=2), turn_of_a_decoder()
+    relay, cases = Relay(num_threads=2), turn_of_a_decoder()
     for _ in range(2):  # flags and buffers are used again
-        relay.start([case.item for case in cases])
+        relay.start([case.task for case in cases])
         for turn in range(3):
             for case in cases:
                 if case.linears[turn] is not None:
                     assert torch.equal(case.offload(turn), case.expected(turn))
-        steps = [(step.layer, step.item) for step in relay.finish()]
+        steps = [(step.turn, step.task) for step in relay.finish()]
         assert steps == [(0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
 
 def test_products_take_turns_with_attention_and_transfers() -> None:
     attention = make_case([400, 120, 77], group=2)
-    relay, batch = relay_of(attention), batch_of(attention)
+    relay, caches, batch = Relay(num_threads=2), caches_of(attention), batch_of(attention)
     before, after = Case("qkv", 0, [32, 0, 48, 0]), Case("output", 1, [0, 40, 16, 80], seed=1)
     rows = torch.randn(2, 2, *attention.k_cache.shape[1::2])
-    stored = RelayTransfer(
-        "a prompt's KV",
-        to_host=True,
-        is_behind=True,
-        slots=torch.tensor([3, 5]),
-        buffers=(rows, rows),
-        flags=empty_flags(NUM_LAYERS, pinned=False),
+    flags = empty_flags(NUM_LAYERS, pinned=False)
+    stored = caches.rows_task(
+        "a prompt's KV", torch.tensor([3, 5]), (rows, rows), flags, to_host=True, is_behind=True
     )
-    relay.start([after.item, before.item, batch, stored])
+    relay.start([after.task, before.task, batch.task(caches), stored])
     stored.flags[0] = 1
     for turn in range(NUM_LAYERS + 1):
         for case in (after, before):
@@ -113,7 +104,7 @@ def test_products_take_turns_with_attention_and_transfers() -> None:
         if turn < NUM_LAYERS:
             out = offload(batch, turn)
             assert bool(out.isfinite().all())
-    steps = [(step.layer, step.item) for step in relay.finish()]
+    steps = [(step.turn, step.task) for step in relay.finish()]
     assert steps == [
         *[(0, 1), (0, 2)],
         *[(1, 0), (1, 2), (0, 3)],
@@ -124,8 +115,8 @@ def test_products_take_turns_with_attention_and_transfers() -> None:
 
 @pytest.mark.parametrize("ends", ["cancelled", "failed"])
 def test_nobody_is_left_waiting(ends: str) -> None:
-    relay, cases = Relay([], num_layers=2, num_threads=2), turn_of_a_decoder()
-    relay.start([case.item for case in cases], timeout_s=0.3 if ends == "failed" else 0.0)
+    relay, cases = Relay(num_threads=2), turn_of_a_decoder()
+    relay.start([case.task for case in cases], timeout_s=0.3 if ends == "failed" else 0.0)
     cases[2].offload(0)
     if ends == "cancelled":
         relay.cancel()
@@ -140,11 +131,11 @@ def test_nobody_is_left_waiting(ends: str) -> None:
         said = r"the GPU did not hand over the inputs of output of layer 0 of sub-batch 0 within 0.3 s"
         with pytest.raises(RelayStalledError, match=said):
             relay.finish()
-        assert all(bool((case.item.flags[1, :, 0] == 1).all()) for case in cases)
+        assert all(bool((case.flags[1, :, 0] == 1).all()) for case in cases)
         waiting.start()
     waiting.join(timeout=20)
     assert not waiting.is_alive()
-    relay.start([case.item for case in cases])
+    relay.start([case.task for case in cases])
     for turn in range(3):
         for case in cases:
             if case.linears[turn] is not None:
@@ -164,32 +155,25 @@ def test_experts_come_in_every_turn_that_has_them_so_many_rows_at_a_time() -> No
     x = torch.randn(5, 32, generator=generator)
     ids = torch.tensor([[0, 3], [-1, 2], [1, 0], [2, -1], [-1, -1]], dtype=torch.int32)
     weights = torch.rand(5, 2, generator=generator)
-    item = RelayExperts(
-        [None, *(packed for packed, _ in per_layer)],
-        torch.empty(5, 32),
-        ids,
-        weights,
-        torch.empty(4, 32),  # scratch for two rows, as are the next two
-        torch.empty(4, 16),
-        torch.empty(4, 32),
-        torch.full((5, 32), torch.nan),
-        empty_flags(3, pinned=False),
-        owners=per_layer,
-    )
-    relay = Relay([], num_layers=2, num_threads=2)
-    relay.start([item])
+    experts = [None, *(packed for packed, _ in per_layer)]
+    given, out, flags = torch.empty(5, 32), torch.full((5, 32), torch.nan), empty_flags(3, pinned=False)
+    scratch = torch.empty(4, 32), torch.empty(4, 16), torch.empty(4, 32)  # for two rows
+    tensors = given, ids, weights, *scratch, out
+    task = experts_task(experts, tensors, flags, owners=per_layer)
+    relay = Relay(num_threads=2)
+    relay.start([task])
     for turn, (packed, _) in enumerate(per_layer, 1):
-        item.x.copy_(x * turn)
-        item.flags[0, turn, 0] = 1
-        while item.flags[1, turn, 0].item() == 0:
+        given.copy_(x * turn)
+        flags[0, turn, 0] = 1
+        while flags[1, turn, 0].item() == 0:
             time.sleep(0)
         expected = torch.empty(5, 32)
         room = [torch.empty(10, columns) for columns in (32, 16, 32)]
         native.multiply_experts(packed, x * turn, ids, weights, *room, expected)
-        assert torch.equal(item.out, expected)
-    assert [(step.layer, step.item) for step in relay.finish()] == [(1, 0), (2, 0)]
-    with pytest.raises(ValueError, match="experts for 2 turns; expected 3"):
-        relay.start([replace(item, experts=item.experts[:2])])
+        assert torch.equal(out, expected)
+    assert [(step.turn, step.task) for step in relay.finish()] == [(1, 0), (2, 0)]
+    with pytest.raises(ValueError, match=r"flags has shape \[2, 3, 16\]; expected \[2, 2, 16\]"):
+        experts_task(experts[:2], tensors, flags)
     with pytest.raises(ValueError, match="room for no row"):
-        relay.start([replace(item, gated=item.gated[:1])])
+        experts_task(experts, (*tensors[:4], scratch[1][:1], *tensors[5:]), flags)
     assert relay.close()

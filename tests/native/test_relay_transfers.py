@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
@@ -11,17 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paged_case import make_case
-from relay_case import batch_of, offload, relay_of
+from relay_case import batch_of, caches_of, offload
 from torch import Tensor
 
 from neo_desktop.native import empty_paired_keys, paged_kv_read, paged_kv_write
 from neo_desktop.native.relay import (
     DONE,
     READY,
+    HostCaches,
+    HostTask,
+    LayerCache,
     Relay,
-    RelayLayer,
     RelayStalledError,
-    RelayTransfer,
     empty_flags,
 )
 
@@ -29,7 +31,7 @@ PAGES, KV_HEADS, PAGE_TOKENS, HEAD_DIM = 3, 2, 16, 16
 NUM_SLOTS = PAGES * PAGE_TOKENS
 
 
-def make_layer(dtype: torch.dtype, *, in_pairs: bool) -> RelayLayer:
+def make_layer(dtype: torch.dtype, *, in_pairs: bool) -> LayerCache:
     """Return a layer's cache, all zeros."""
     shape = (PAGES, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
     k = torch.zeros(shape, dtype=dtype)
@@ -38,18 +40,33 @@ def make_layer(dtype: torch.dtype, *, in_pairs: bool) -> RelayLayer:
             PAGES, kv_heads=KV_HEADS, page_tokens=PAGE_TOKENS, head_dim=HEAD_DIM, dtype=dtype
         ).zero_()
     scales = [torch.zeros(shape[:3]) if dtype is torch.int8 else None for _ in range(2)]
-    return RelayLayer(k, torch.zeros(shape, dtype=dtype), scales[0], scales[1], 0)
+    return LayerCache(k, torch.zeros(shape, dtype=dtype), scales[0], scales[1], 0)
 
 
-def write(layer: RelayLayer, rows: Tensor, slots: Tensor) -> None:
+def write(layer: LayerCache, rows: Tensor, slots: Tensor) -> None:
     k, v = rows
     paged_kv_write(k, v, layer.k_cache, layer.v_cache, slots, k_scale=layer.k_scale, v_scale=layer.v_scale)
 
 
-def read(layer: RelayLayer, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def read(layer: LayerCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(2, len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
     paged_kv_read(layer.k_cache, layer.v_cache, slots, *out, k_scale=layer.k_scale, v_scale=layer.v_scale)
     return out
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The arguments of a transfer."""
+
+    to_host: bool
+    is_behind: bool
+    slots: Tensor
+    buffers: Tensor
+    flags: Tensor
+
+    def task(self, caches: HostCaches) -> HostTask:
+        flow = {"to_host": self.to_host, "is_behind": self.is_behind}
+        return caches.rows_task("a prompt's KV", self.slots, self.buffers.unbind(), self.flags, **flow)
 
 
 def make_transfer(
@@ -59,10 +76,10 @@ def make_transfer(
     to_host: bool,
     is_behind: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> RelayTransfer:
+) -> Transfer:
     buffers = torch.full((2, 2, len(slots), KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype)
     flags = empty_flags(num_layers, pinned=False)
-    return RelayTransfer("a prompt's KV", to_host, is_behind, slots, (buffers[0], buffers[1]), flags)
+    return Transfer(to_host, is_behind, slots, buffers, flags)
 
 
 class Device:
@@ -73,7 +90,7 @@ class Device:
         pause: called before each flag is raised.
     """
 
-    def __init__(self, transfer: RelayTransfer, rows: Tensor, pause: Callable[[], None]) -> None:
+    def __init__(self, transfer: Transfer, rows: Tensor, pause: Callable[[], None]) -> None:
         self.taken: list[Tensor] = []  # rows by layer, if to the device
         self.touched_early = False  # a buffer was overwritten before the device had read it
         self._transfer = transfer
@@ -116,7 +133,7 @@ class Device:
             time.sleep(0)
 
 
-def expected_steps(num_layers: int, transfers: Sequence[RelayTransfer]) -> list[tuple[int, int]]:
+def expected_steps(num_layers: int, transfers: Sequence[Transfer]) -> list[tuple[int, int]]:
     """Return (layer, item) in the promised order."""
 
     def of(layer: int, *, behind: bool) -> Iterator[tuple[int, int]]:
@@ -165,7 +182,7 @@ def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
         rows = torch.randn(2, NUM_SLOTS, KV_HEADS, HEAD_DIM, generator=generator)
         write(layer, rows, torch.arange(NUM_SLOTS))
         write(same, rows, torch.arange(NUM_SLOTS))
-    relay = Relay(layers, block_size=16, scale=1.0, num_threads=2)
+    relay, caches = Relay(num_threads=2), HostCaches(layers)
     for items, pauses in plans:
         slots = torch.randperm(NUM_SLOTS, generator=generator)  # items share no slots
         transfers, devices = [], []
@@ -174,7 +191,7 @@ def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
                 make_transfer(num_layers, slots[:count], to_host=to_host, is_behind=is_behind, dtype=dtype)
             )
             slots = slots[count:]
-        relay.start(transfers, timeout_s=60)
+        relay.start([item.task(caches) for item in transfers], timeout_s=60)
         turns = cycle(pauses)
         for item in transfers:
             shape = (num_layers, 2, len(item.slots), KV_HEADS, HEAD_DIM)
@@ -186,7 +203,7 @@ def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
         for device in devices:
             device.join()
         steps = relay.finish()
-        assert [(step.layer, step.item) for step in steps] == expected_steps(num_layers, transfers)
+        assert [(step.turn, step.task) for step in steps] == expected_steps(num_layers, transfers)
         times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
         assert times == sorted(times)
         for item, device in zip(transfers, devices, strict=True):
@@ -203,9 +220,8 @@ NUM_LAYERS = 4
 SLOTS = torch.arange(5)
 
 
-def small_relay() -> tuple[Relay, list[RelayLayer]]:
-    layers = [make_layer(torch.float32, in_pairs=True) for _ in range(NUM_LAYERS)]
-    return Relay(layers, block_size=16, scale=1.0), layers
+def make_layers() -> list[LayerCache]:
+    return [make_layer(torch.float32, in_pairs=True) for _ in range(NUM_LAYERS)]
 
 
 def random_rows() -> Tensor:
@@ -214,15 +230,16 @@ def random_rows() -> Tensor:
 
 def test_attention_and_transfers_of_one_relay_take_turns() -> None:
     case = make_case([400, 120], group=2)
-    relay, batch = relay_of(case), batch_of(case)
+    relay, caches, batch = Relay(num_threads=2), caches_of(case), batch_of(case)
     rows = torch.full((2, 1, case.k_cache.shape[1], case.k_cache.shape[3]), torch.nan)
     slot = case.slots(0, torch.tensor([0]))
     flags = empty_flags(3, pinned=False)
-    relay.start([RelayTransfer("earlier KV", False, True, slot, (rows, rows.clone()), flags), batch])
+    fetched = caches.rows_task("earlier KV", slot, (rows, rows.clone()), flags, to_host=False, is_behind=True)
+    relay.start([fetched, batch.task(caches)])
     flags[READY] = 1
     for layer in range(3):
         assert torch.equal(offload(batch, layer), case.run())
-    steps = [(step.layer, step.item) for step in relay.finish()]
+    steps = [(step.turn, step.task) for step in relay.finish()]
     assert steps == [(0, 1), (1, 1), (0, 0), (2, 1), (1, 0), (2, 0)]
     page, row = divmod(int(slot), case.k_cache.shape[2])
     assert torch.equal(rows[0, 0], case.k_cache[page, :, row].float())
@@ -230,15 +247,16 @@ def test_attention_and_transfers_of_one_relay_take_turns() -> None:
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right(*, to_host: bool) -> None:
-    relay, layers = small_relay()
+    relay, layers = Relay(), make_layers()
     transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
-    relay.start([transfer])
+    task = transfer.task(HostCaches(layers))
+    relay.start([task])
     relay.cancel()
     Device(transfer, random_rows(), lambda: None).join()
     with pytest.raises(RuntimeError, match="the iteration was cancelled"):
         relay.finish()
     rows = random_rows()
-    relay.start([transfer])
+    relay.start([task])
     device = Device(transfer, rows, lambda: None)
     device.join()
     assert len(relay.finish()) == NUM_LAYERS
@@ -254,22 +272,22 @@ def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right(*, to_
     ],
 )
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told(said: str, *, to_host: bool) -> None:
-    relay, _ = small_relay()
-    transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
-    relay.start([transfer], timeout_s=0.2)
+    relay, transfer = Relay(), make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
+    task = transfer.task(HostCaches(make_layers()))
+    relay.start([task], timeout_s=0.2)
     if to_host:
         transfer.flags[READY, 0, 0] = 1
     with pytest.raises(RelayStalledError, match=f"^{said}$"):
         relay.finish()
     assert bool((transfer.flags[DONE, :, 0] == 1).all())  # later waits are released as well
-    relay.start([transfer], timeout_s=60)
+    relay.start([task], timeout_s=60)
     Device(transfer, random_rows(), lambda: None).join()
     assert len(relay.finish()) == NUM_LAYERS
 
 
 def test_a_relay_that_waits_with_transfers_alone_leaves_the_cpu_to_others() -> None:
-    relay, _ = small_relay()
-    relay.start([make_transfer(NUM_LAYERS, SLOTS, to_host=True)])
+    relay, caches = Relay(), HostCaches(make_layers())
+    relay.start([make_transfer(NUM_LAYERS, SLOTS, to_host=True).task(caches)])
     before = time.process_time()
     time.sleep(0.4)
     assert time.process_time() - before < 0.2  # without pauses it would use 0.4 s

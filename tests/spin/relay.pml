@@ -23,7 +23,7 @@
    ready, done               flags[READY] and flags[DONE], each with the iteration that raised it
    *_of                      what a piece of memory holds: iteration, layer and sub-batch; 0: half written
 
-   The steps here are attention's. Transfers of KV (RelayTransfer) are carried out by the same code with the same
+   The steps here are attention's. Transfers of KV (RowsTask) are carried out by the same code with the same
    two flags, in an order that is as fixed, by a relay of their own; so the model is not said again for them. What
    it shows to be needed holds for them, too (NO_DESCENT): whatever waits for a flag of the relay has to come
    after all raises that the relay sees before it raises that flag, in its order. Of transfers these include

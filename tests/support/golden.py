@@ -22,7 +22,7 @@ from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_stora
 from split_models import split_model
 from workers import running_worker, with_workers
 
-from neo_desktop.engine.execute.lane import HostStep, Lane, Signal, Work
+from neo_desktop.engine.execute.lane import HostTask, Lane, Signal, Work
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVStorage
@@ -97,8 +97,8 @@ class RecordingLanes(Lanes):
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         return self._add(lane, stage, after, _Own(super().run(lane, stage, work, after)))
 
-    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        return self._add(lane, stage, after, _Own(super().host(lane, stage, step, after)))
+    def host(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        return self._add(task.lane, task.stage(turn), after, _Own(super().host(task, turn, after)))
 
     def mark(self, what: str = "") -> Signal:
         signal = _Own(super().mark(what))

@@ -6,22 +6,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import DeviceStalledError, EngineLostError
-from neo_desktop.engine.execute.backend import NEVER_FIXED, AnyProgram
-from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
+from neo_desktop.engine.execute.backend import NEVER_CAPTURED, AnyProgram, sections
+from neo_desktop.engine.execute.lane import HostTask, Lane, Signal, Step
 from neo_desktop.engine.execute.lanes import TOLD_BY
-from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
 TIMEOUT_S = 20.0  # for a flag that must come; only a defect waits this long
 LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
-FIXED = tuple(lane for lane in LANES if lane not in NEVER_FIXED)
+FIXED = tuple(lane for lane in LANES if lane not in NEVER_CAPTURED)
 NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)
 
 Hook = Callable[[Lane, Stage], None]
@@ -82,18 +82,19 @@ class ImitatedLauncher:
     ) -> Operation:
         return self._add(Operation(lane, stage, work, self._after(lane, after)))
 
-    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        if step.flags is None:  # a worker's rows, sent by a thread
-            return self.run(Lane.SWAP, stage, step.work, after)
-        told_by = TOLD_BY[Lane(lane)] if lane in TOLD_BY else Lane.TO_HOST  # a worker's attention
+    def host(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        stage, work = task.stage(turn), partial(task.step, turn)
+        if task.flags is None:  # a worker's rows, sent by a thread
+            return self.run(Lane.SWAP, stage, work, after)
+        told_by = TOLD_BY[Lane(task.lane)] if task.lane in TOLD_BY else Lane.TO_HOST  # a worker's attention
         if not self.with_flags:
-            if step.ask is not None:
-                self.run(told_by, stage, step.ask, after)
-            return self.run(told_by, stage, step.work, after)
-        ready = step.flags[READY, :1]
+            if task.ask is not None:
+                self.run(told_by, stage, partial(task.ask, turn), after)
+            return self.run(told_by, stage, work, after)
+        ready = task.flags[READY, turn, :1]
         before = self._after(told_by, after)
         raised = Operation(told_by, NOTHING, lambda: ready.fill_(1), before, flag=ready.data_ptr())
-        return Answer(self._add(raised), step.flags[DONE, :1])
+        return Answer(self._add(raised), task.flags[DONE, turn, :1])
 
     def mark(self) -> Operation:
         return self.run(Lane.DEVICE, NOTHING, lambda: None)
@@ -134,7 +135,7 @@ class ImitatedLauncher:
 
 
 class ImitatedBackend:
-    """Records each fixed part once, like a graph, and then replays its operations.
+    """Records each section of capturable steps once, like a graph, and then replays its operations.
 
     The next lane is drawn at random among the runnable ones. So a missing wait shows: sooner or later an
     operation runs too early, on memory that is not ready. Work runs as late as possible, during a wait for
@@ -193,14 +194,15 @@ class ImitatedBackend:
         self._seen.add(program.key)
         self.was_graph = with_graphs and not is_new
         num_graphs = len(self._graphs)
-        for number, part in enumerate(program.parts()):
-            if not self.was_graph or not part.is_fixed:
+        for number, (can, steps) in enumerate(sections(program)):
+            if not self.was_graph or not can:
                 before = len(launcher.operations)
-                part(launcher)
+                for step in steps:
+                    step.submit(launcher)
                 self.num_launched += sum(o.stage is not NOTHING for o in launcher.operations[before:])
                 continue
             if (program.key, number) not in self._graphs:
-                self._graphs[program.key, number] = self._capture(part)
+                self._graphs[program.key, number] = self._capture(steps)
             self._launch(self._graphs[program.key, number])
             self.num_graphs_launched += 1
         launcher.wait([operation for operation in launcher.last.values() if operation is not self._end])
@@ -209,11 +211,12 @@ class ImitatedBackend:
         self._runs.append(self._end)
         return with_graphs and (is_new or len(self._graphs) > num_graphs)
 
-    def _capture(self, part: Part) -> list[Operation]:
+    def _capture(self, steps: Sequence[Step]) -> list[Operation]:
         launcher = ImitatedLauncher(self._launcher.with_flags)
         begin = launcher.mark()
         launcher.last = dict.fromkeys(LANES, begin)
-        part(launcher)
+        for step in steps:
+            step.submit(launcher)
         launcher.wait([operation for operation in launcher.last.values() if operation is not begin])
         return launcher.operations
 

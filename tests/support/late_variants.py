@@ -14,6 +14,7 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.dispatch import rope_append
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.shapes import shape
@@ -53,13 +54,15 @@ def main() -> None:
         decoding = pool.layer(layer % 2)
         decoding.spec = AttentionSpec(0.125, window)
         decoding.decode(
-            rotated[:, :HEADS],
-            rotated[:, HEADS:],
-            qkv[:, -KV_HEADS:],
-            numbers(2 * requests, 2 * requests).view(torch.int64),
-            numbers(layer, requests * max_blocks).view(requests, max_blocks),
-            numbers(layer + 1, requests),
-            torch.empty(requests, HEADS, HEAD_DIM, dtype=torch.float16),
+            DecodeRows(
+                rotated[:, :HEADS],
+                numbers(layer, requests * max_blocks).view(requests, max_blocks),
+                numbers(layer + 1, requests),
+                torch.empty(requests, HEADS, HEAD_DIM, dtype=torch.float16),
+                rotated[:, HEADS:],
+                qkv[:, -KV_HEADS:],
+                numbers(2 * requests, 2 * requests).view(torch.int64),
+            )
         )
         rotate(pool, layer, requests)
         rows = torch.empty(2, requests, KV_HEADS, HEAD_DIM, dtype=torch.float16)

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kv.layer import KVLayer, KVShape, Rows
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Rows
 
 
 class TorchLayer(KVLayer):
@@ -32,17 +32,8 @@ class TorchLayer(KVLayer):
         for rows, cache in zip(out, (self._k, self._v), strict=True):
             rows.copy_(cache.flatten(0, 1)[slots])
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        slots: Tensor | None,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        partials: object = None,
-    ) -> None:
+    def decode(self, rows: DecodeRows) -> None:
+        q, block_tables, context_lens, out, k, v, slots, _ = rows
         scale, window, sinks, softcap = self.spec
         if k is not None and v is not None and slots is not None:
             self.write(k, v, slots)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -206,10 +206,7 @@ class DriverExecutor(Executor):
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         self._leader.send(self._writer.told(plan))
-        return partial(self._end, self._attempt(partial(self._own.start, plan)))
-
-    def _end(self, wait: Wait) -> IterationResult:
-        return self._attempt(wait)
+        return partial(self._attempt, self._attempt(partial(self._own.start, plan)))
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Run `work`; after a failure, make sure that all ranks have executed the same plans."""

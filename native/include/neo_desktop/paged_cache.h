@@ -56,6 +56,10 @@ void check_slots(const TensorView& slots, const PagedCache& cache);
 // shape.
 void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache);
 
+// Throws std::invalid_argument for constants of attention that are no numbers of the allowed ranges, or sinks
+// (null: none) that are not [heads] fp32.
+void check_constants(float scale, float softcap, int64_t window, const TensorView* sinks, int64_t heads);
+
 // Element `index` of a tensor of this dtype.
 inline const void* offset(const void* data, DType dtype, int64_t index) {
   return static_cast<const char*>(data) + index * size_of(dtype);

@@ -1,22 +1,11 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-# (address, dtype code, shape, strides in elements); codes as in native/include/neo_desktop/dtype.h
-Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+# (name, address, dtype code, shape, strides in elements); codes as in native/include/neo_desktop/dtype.h
+Tensor: TypeAlias = tuple[str, int, int, tuple[int, ...], tuple[int, ...]]
 Matrix: TypeAlias = tuple[Sequence[tuple[int, int, int, int]], Tensor | None]
 # q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale, softcap
 Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float, float]
-
-# arguments, flags and index of a sub-batch
-Batch: TypeAlias = tuple[Decode, Tensor, int]
-# name, is_to_host, is_behind, slots, (k, v) of even and of odd layers, flags
-Rows: TypeAlias = tuple[Tensor, Tensor]
-Transfer: TypeAlias = tuple[str, bool, bool, Tensor, Rows, Rows, Tensor]
-# experts per turn, tensors, flags, index
-ExpertsInTurns: TypeAlias = tuple[Sequence["PackedExperts | None"], Sequence[Tensor], Tensor, int]
-# name, (address, bytes) of the turns' pieces, (address, bytes) of the buffers, flags
-Copies: TypeAlias = tuple[str, Sequence[tuple[int, int]], Sequence[tuple[int, int]], Tensor]
-Product: TypeAlias = tuple[str, int, Sequence[Matrix | None], Tensor, Tensor, Tensor, int]
 
 # k_cache, v_cache, k_scale, v_scale, window, sinks
 Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, Tensor | None]
@@ -178,13 +167,50 @@ def fma_rate(seconds: float, num_threads: int, isa: str, dtype: int, /) -> float
 def advise_huge_pages(address: int, nbytes: int, /) -> bool: ...
 def interleave_numa_nodes(address: int, nbytes: int, /) -> bool: ...
 
+class HostCaches:
+    def __init__(self, layers: Sequence[Layer], /) -> None: ...
+
+class HostTask:
+    def run(self, turn: int, num_threads: int, isa: str, /) -> None: ...
+
+def decode_task(caches: HostCaches, decode: Decode, flags: Tensor, index: int, /) -> HostTask: ...
+def rows_task(
+    caches: HostCaches,
+    what: str,
+    to_host: bool,
+    is_behind: bool,
+    slots: Tensor,
+    even: tuple[Tensor, Tensor],
+    odd: tuple[Tensor, Tensor],
+    flags: Tensor,
+    /,
+) -> HostTask: ...
+def matmul_task(
+    what: str,
+    lag: int,
+    matrices: Sequence[Matrix | None],
+    x: Tensor,
+    out: Tensor,
+    flags: Tensor,
+    index: int,
+    /,
+) -> HostTask: ...
+def experts_task(
+    experts: Sequence[PackedExperts | None], tensors: Sequence[Tensor], flags: Tensor, index: int, /
+) -> HostTask: ...
+def copy_task(
+    what: str,
+    sources: Sequence[tuple[int, int]],
+    buffers: Sequence[tuple[int, int]],
+    flags: Tensor,
+    /,
+) -> HostTask: ...
+
 class RelayStalledError(RuntimeError): ...
 
 class Relay:
-    def __init__(self, layers: Sequence[Layer], num_layers: int, num_threads: int, isa: str, /) -> None: ...
-    def start(
-        self, items: Sequence[Batch | Transfer | Product | ExpertsInTurns | Copies], patience_s: float = 0.0
-    ) -> None: ...
+    def __init__(self, num_threads: int, isa: str, /) -> None: ...
+    def start(self, tasks: Sequence[HostTask], timeout_s: float = 0.0) -> None: ...
     def finish(self) -> list[tuple[int, int, int, int]]: ...
     def cancel(self) -> None: ...
     def close(self) -> bool: ...

@@ -17,12 +17,12 @@ DTYPE_CODES = {
 }
 """Dtypes that native functions read → C++ codes."""
 
-View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""A tensor's address, code of its dtype, shape and strides."""
+View = tuple[str, int, int, tuple[int, ...], tuple[int, ...]]
+"""A tensor's name for error messages, its address, code of its dtype, shape and strides."""
 
 
 def view_of(name: str, tensor: torch.Tensor) -> View:
-    """Return a CPU tensor in the form of the native functions; `name` is for their error messages.
+    """Return a CPU tensor in the form of the native functions.
 
     Raises:
         ValueError: it is not on the CPU, or has an unsupported layout or dtype.
@@ -34,7 +34,7 @@ def view_of(name: str, tensor: torch.Tensor) -> View:
     code = DTYPE_CODES.get(tensor.dtype)
     if code is None:
         raise ValueError(f"{name} has dtype {tensor.dtype}, which the native kernels do not read")
-    return tensor.data_ptr(), code, tuple(tensor.shape), tensor.stride()
+    return name, tensor.data_ptr(), code, tuple(tensor.shape), tensor.stride()
 
 
 def check_contiguous(tensor: torch.Tensor) -> None:

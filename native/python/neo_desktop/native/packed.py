@@ -127,13 +127,16 @@ def multiply_experts(
     Raises:
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
     """
-    tensors = (x, ids, weights, gate_up, gated, products, out)
-    _native.multiply_experts(
-        experts,
-        [view_of("a tensor of experts", tensor) for tensor in tensors],
-        num_threads,
-        isa or default_isa(),
+    tensors = (
+        view_of("x", x),
+        view_of("ids", ids),
+        view_of("weights", weights),
+        view_of("gate_up", gate_up),
+        view_of("gated", gated),
+        view_of("products", products),
+        view_of("out", out),
     )
+    _native.multiply_experts(experts, tensors, num_threads, isa or default_isa())
 
 
 def packed_bytes(stored_type: str, rows: int, columns: int) -> int:

@@ -1,14 +1,15 @@
-"""The CPU's part of iterations that run on a GPU as one CUDA graph (see relay.h)."""
+"""The CPU's work in an iteration (see host_task.h), and relays that run it without Python (see relay.h)."""
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neo_desktop.native import Matrix, PackedExperts, _native, default_isa, view_of
+from neo_desktop.native.packed import seen_matrix
 
 FLAG_INTS = 16  # a flag has a cache line to itself
 READY, DONE = 0, 1  # kinds of flags
@@ -17,8 +18,42 @@ READY, DONE = 0, 1  # kinds of flags
 RelayStalledError = _native.RelayStalledError
 
 
+def empty_flags(num_turns: int, *, pinned: bool) -> Tensor:
+    """Allocate the flags of a task: [2, num_turns, FLAG_INTS] int32.
+
+    flags[READY, turn, 0] becomes 1 when the device has done its part: q, k and v are in host memory.
+    flags[DONE, turn, 0] becomes 1 when the task has written the output. The rest is padding.
+    """
+    return torch.zeros(2, num_turns, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
+
+
+class HostTask:
+    """A kind of work of the CPU in an iteration, with a step per layer, or per turn.
+
+    A turn is the work between the attention of two layers, so there is one turn more than layers. Turn t ends
+    layer t - 1 and begins layer t.
+
+    The functions of this module make tasks, and raise ValueError for invalid arguments. A task keeps the
+    memory of its arguments alive.
+
+    Args:
+        task: Made by `_native`.
+        flags: See `empty_flags`.
+        memory: Owners of the memory that the task uses.
+    """
+
+    def __init__(self, task: _native.HostTask, flags: Tensor, memory: object) -> None:
+        self.native = task
+        self.flags = flags
+        self._memory = memory
+
+    def run(self, turn: int) -> None:
+        """Run the step of a turn in which the task takes part, on this thread and the pool's."""
+        self.native.run(turn, 0, default_isa())
+
+
 @dataclass(frozen=True, slots=True)
-class RelayLayer:
+class LayerCache:
     """One layer's KV in host memory; see `paged_attention_decode`."""
 
     k_cache: Tensor
@@ -29,130 +64,181 @@ class RelayLayer:
     sinks: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RelayBatch:
-    """A sub-batch's offload buffers, the same memory in every layer; see `paged_attention_decode`.
+class HostCaches:
+    """A model's KV in host memory.
 
-    Or async decodes, each in its own layer: then all tensors but the flags have a leading dimension of
-    layers.
+    Args:
+        layers: With the same shapes; windows and sinks may differ.
+        block_size: Tokens per entry of the block tables.
+        scale: Multiplies q·k.
+        softcap: Scores s become softcap * tanh(s / softcap); 0: no cap.
+
+    Raises:
+        ValueError: The caches are invalid.
     """
 
-    q: Tensor  # [requests, heads, head_dim]
-    k: Tensor  # [requests, kv_heads, head_dim], of the newest tokens
-    v: Tensor
-    out: Tensor  # as q
-    block_tables: Tensor  # [requests, max_blocks] int32
-    context_lens: Tensor  # [requests] int32
-    flags: Tensor  # see `empty_flags`
-    index: int = 0  # of the sub-batch, for messages
+    def __init__(
+        self, layers: Sequence[LayerCache], *, block_size: int = 1, scale: float = 1.0, softcap: float = 0.0
+    ) -> None:
+        self._constants = block_size, scale, softcap
+        self._layers = tuple(layers)  # keeps their memory alive
+        self._native = _native.HostCaches(
+            [
+                (
+                    view_of("k_cache", layer.k_cache),
+                    view_of("v_cache", layer.v_cache),
+                    None if layer.k_scale is None else view_of("k_scale", layer.k_scale),
+                    None if layer.v_scale is None else view_of("v_scale", layer.v_scale),
+                    layer.window,
+                    None if layer.sinks is None else view_of("sinks", layer.sinks),
+                )
+                for layer in layers
+            ]
+        )
+
+    def decode_task(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        flags: Tensor,
+        index: int = 0,
+    ) -> HostTask:
+        """Make the attention of a sub-batch's decodes, with the same offload buffers in every layer.
+
+        Or of async decodes, each in its own layer: then all tensors but the flags have a leading dimension
+        of layers. See `paged_attention_decode`.
+
+        Args:
+            q: [requests, heads, head_dim]; `out` has the same shape.
+            k: [requests, kv_heads, head_dim], of the newest tokens; `v` has the same shape.
+            block_tables: [requests, max_blocks] int32
+            context_lens: [requests] int32
+            index: Of the sub-batch, for messages.
+        """
+        decode = (
+            view_of("q", q),
+            view_of("out", out),
+            view_of("block_tables", block_tables),
+            view_of("context_lens", context_lens),
+            view_of("k", k),
+            view_of("v", v),
+            *self._constants,
+        )
+        task = _native.decode_task(self._native, decode, view_of("flags", flags), index)
+        return HostTask(task, flags, (self, q, k, v, out, block_tables, context_lens))
+
+    def rows_task(
+        self,
+        what: str,
+        slots: Tensor,
+        buffers: Sequence[Tensor],
+        flags: Tensor,
+        *,
+        to_host: bool,
+        is_behind: bool = False,
+    ) -> HostTask:
+        """Make a transfer of rows between slots and the device, through two alternating buffers.
+
+        To the host: READY means that a layer's rows are in its buffer, DONE that they are in the cache, and
+        the buffer may be filled again. To the device: READY means that a layer's buffer may be filled, DONE
+        that the rows are in it. Layers 0 and 1 fill their buffers at once and ignore READY.
+
+        Args:
+            what: Name for messages: "a prompt's KV".
+            slots: [n] int64, in every layer's cache; distinct if to the host.
+            buffers: Of even and odd layers: [2, n, kv_heads, head_dim], K and V.
+            is_behind: True: a layer's step follows the next layer's steps of other tasks.
+        """
+        even, odd = ((view_of("k", k), view_of("v", v)) for k, v in buffers)
+        seen = view_of("slots", slots), even, odd, view_of("flags", flags)
+        task = _native.rows_task(self._native, what, to_host, is_behind, *seen)
+        return HostTask(task, flags, (self, slots, buffers))
 
 
-@dataclass(frozen=True, slots=True)
-class RelayTransfer:
-    """Rows that move between slots of host memory and the device in every layer, through two alternating
-    buffers.
+def matmul_task(
+    what: str,
+    matrices: Sequence[Matrix | None],
+    x: Tensor,
+    out: Tensor,
+    flags: Tensor,
+    *,
+    lag: int,
+    owners: object = None,
+    index: int = 0,
+) -> HostTask:
+    """Make a matmul per turn, with the same memory for input and output; see `native.packed_linear`.
 
-    To the host: flags[READY, layer, 0] means that the layer's rows are in its buffer, flags[DONE, layer, 0]
-    that they are in the cache, and the buffer may be filled again.
-
-    To the device: flags[READY, layer, 0] means that the layer's buffer may be filled, flags[DONE, layer, 0]
-    that the rows are in it. Layers 0 and 1 fill their buffers at once and ignore READY.
+    Args:
+        what: Name of the matrices, for messages: "gate_up".
+        matrices: Per turn; None: the turn does nothing and ignores its flags.
+        x: [n, columns]
+        out: [elements]: starts with a turn's result, [n, rows of its matrix].
+        lag: Turn t has the matrix of layer t - lag; 0 or 1.
+        owners: Of the matrices' memory.
+        index: Of the sub-batch, for messages.
     """
-
-    what: str  # name for messages: "a prompt's KV"
-    to_host: bool
-    is_behind: bool  # done after the next layer's transfers that are ahead
-    slots: Tensor  # [n] int64, in every layer's host cache; distinct if to the host
-    buffers: tuple[Tensor, Tensor]  # of even and odd layers: [2, n, kv_heads, head_dim], K and V
-    flags: Tensor  # see `empty_flags`
+    seen = [None if matrix is None else seen_matrix(matrix) for matrix in matrices]
+    tensors = view_of("x", x), view_of("out", out), view_of("flags", flags)
+    return HostTask(_native.matmul_task(what, lag, seen, *tensors, index), flags, (owners, matrices, x, out))
 
 
-@dataclass(frozen=True, slots=True)
-class RelayProduct:
-    """A matmul in every turn between the attention of two layers; see `native.packed_linear`.
+def experts_task(
+    experts: Sequence[PackedExperts | None],
+    tensors: Sequence[Tensor],
+    flags: Tensor,
+    *,
+    owners: object = None,
+    index: int = 0,
+) -> HostTask:
+    """Make the experts of every turn, with the same memory for input and output.
 
-    The number of turns is the number of layers plus one: turn t has the matmuls of layer t - 1 after its
-    attention, and those of layer t before its attention. All turns share x and out.
+    Args:
+        experts: Per turn; turn t has the experts of layer t - 1. None: the turn does nothing.
+        tensors: x, ids, weights, gate_up, gated, products and out of `native.multiply_experts`. If scratch
+            tensors have fewer rows, it computes in parts of that size.
+        owners: Of the experts' memory.
+        index: Of the sub-batch, for messages.
     """
-
-    what: str  # name of the matrices, for messages: "gate_up"
-    lag: int  # turn t has the matrix of layer t - lag; 0 or 1
-    # [layers + 1]; None: the turn does nothing and ignores its flags.
-    matrices: Sequence[Matrix | None]
-    x: Tensor  # [n, columns]
-    out: Tensor  # [elements]: see `out_of`
-    flags: Tensor  # see `empty_flags`, for layers + 1
-    owners: object = None  # of the matrices' memory
-    index: int = 0  # of the sub-batch, for messages
-
-    def out_of(self, turn: int) -> Tensor:
-        """Return the result of a turn, [n, rows of its matrix]: a view of the start of `out`."""
-        matrix = self.matrices[turn]
-        rows = 0 if matrix is None else sum(part[3] for part in matrix[0])
-        return self.out[: len(self.x) * rows].view(len(self.x), rows)
+    names = ("x", "ids", "weights", "gate_up", "gated", "products", "out")
+    seen = [view_of(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+    task = _native.experts_task(experts, seen, view_of("flags", flags), index)
+    return HostTask(task, flags, (owners, experts, tensors))
 
 
-@dataclass(frozen=True, slots=True)
-class RelayExperts:
-    """A layer's experts in every turn, see `RelayProduct` and `native.multiply_experts`.
+def copy_task(what: str, sources: Sequence[Tensor], buffers: Sequence[Tensor], flags: Tensor) -> HostTask:
+    """Make copies of pieces of host memory, one per turn, to buffers that the device reads.
 
-    gate_up, gated and products may have fewer rows: it then computes in parts of that size.
+    READY means that the turn's buffer may be filled, DONE that it is filled. The first turns, one per buffer,
+    fill it at once and ignore READY.
+
+    Args:
+        what: Name for messages: "weights".
+        sources: [bytes], per turn.
+        buffers: [bytes], used in turn.
+        flags: See `empty_flags`, for these turns or more.
     """
-
-    # [layers + 1]; turn t has the experts of layer t - 1. None: the turn does nothing.
-    experts: Sequence[PackedExperts | None]
-    x: Tensor  # [n, hidden]
-    ids: Tensor  # [n, k] int32
-    weights: Tensor  # [n, k] fp32
-    gate_up: Tensor  # [rows * k, 2 * intermediate]
-    gated: Tensor  # [rows * k, intermediate]
-    products: Tensor  # [rows * k, hidden]
-    out: Tensor  # [n, hidden]
-    flags: Tensor  # see `empty_flags`, for layers + 1
-    owners: object = None  # of the experts' memory
-    index: int = 0  # of the sub-batch, for messages
-
-
-@dataclass(frozen=True, slots=True)
-class RelayCopies:
-    """Pieces of host memory that the device reads from alternating buffers, not in place.
-
-    flags[READY, turn, 0] means that the turn's buffer may be filled, flags[DONE, turn, 0] that it is filled.
-    The first turns, one per buffer, fill it at once and ignore READY.
-    """
-
-    what: str  # name for messages: "weights"
-    sources: Sequence[Tensor]  # [bytes], per turn; at most as many as layers
-    buffers: Sequence[Tensor]  # [bytes], used in turn
-    flags: Tensor  # see `empty_flags`, for these turns or more
-
-
-RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct | RelayExperts | RelayCopies
+    pieces, rooms = ([(each.data_ptr(), each.nbytes) for each in given] for given in (sources, buffers))
+    task = _native.copy_task(what, pieces, rooms, view_of("flags", flags))
+    return HostTask(task, flags, (sources, buffers))
 
 
 class RelayStep(NamedTuple):
-    """Record of an item's work in one layer; times of `time.perf_counter_ns`."""
+    """Record of a task's step; times of `time.perf_counter_ns`."""
 
-    layer: int  # for matmuls: the turn
-    item: int  # index in `start`'s items
+    turn: int  # or layer
+    task: int  # index in `start`'s tasks
     start_ns: int
     end_ns: int
 
 
-def empty_flags(num_layers: int, *, pinned: bool) -> Tensor:
-    """Allocate the flags of an item: [2, num_layers, FLAG_INTS] int32.
-
-    flags[READY, layer, 0] becomes 1 when the device has done its part (for a sub-batch: q, k and v of the
-    layer are ready), flags[DONE, layer, 0] when the relay has (the output is ready). The rest is padding.
-    """
-    return torch.zeros(2, num_layers, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
-
-
 class Relay:
-    """A thread that attends, multiplies and moves KV when flags in memory say so, without Python.
+    """A thread that runs tasks when flags in memory say so, without Python.
 
-    Items run in the given order, layer by layer or turn by turn; items behind run after the next layer's
-    others:
+    Tasks run in the given order, turn by turn; steps that are behind follow the next layer's others:
 
         ahead 0 | ahead 1 | behind 0 | ahead 2 | behind 1 | ..
 
@@ -163,62 +249,27 @@ class Relay:
     thread may cancel.
 
     Args:
-        layers: with the same shapes; windows and sinks may differ.
-        block_size: tokens per entry of the block tables.
-        scale: multiplies q·k.
-        softcap: scores s become softcap * tanh(s / softcap); 0: no cap.
-        num_layers: of a relay without `layers`, for matmuls alone, or for copies alone.
         num_threads: 0 means `default_num_threads()`.
         isa: one of `available_isas()`; None means `default_isa()`.
-
-    Raises:
-        ValueError: the caches are invalid.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[RelayLayer],
-        *,
-        block_size: int = 1,
-        scale: float = 1.0,
-        softcap: float = 0.0,
-        num_layers: int = 0,
-        num_threads: int = 0,
-        isa: str | None = None,
-    ) -> None:
-        self._block_size = block_size
-        self._scale = scale
-        self._softcap = softcap
-        self._layers = tuple(layers)  # keeps their memory alive
-        self._items: tuple[RelayItem, ...] = ()  # the same
-        views = [
-            (
-                view_of("k_cache", layer.k_cache),
-                view_of("v_cache", layer.v_cache),
-                None if layer.k_scale is None else view_of("k_scale", layer.k_scale),
-                None if layer.v_scale is None else view_of("v_scale", layer.v_scale),
-                layer.window,
-                None if layer.sinks is None else view_of("sinks", layer.sinks),
-            )
-            for layer in layers
-        ]
-        self._relay = _native.Relay(views, num_layers, num_threads, isa or default_isa())
+    def __init__(self, *, num_threads: int = 0, isa: str | None = None) -> None:
+        self._tasks: tuple[HostTask, ...] = ()  # keeps their memory alive
+        self._relay = _native.Relay(num_threads, isa or default_isa())
 
-    def start(self, items: Sequence[RelayItem], timeout_s: float = 0.0) -> None:
+    def start(self, tasks: Sequence[HostTask], timeout_s: float = 0.0) -> None:
         """Clear the flags and start an iteration; call it before the device raises flags.
 
         Args:
-            items: work of every layer.
             timeout_s: without progress on either side for this time, the iteration fails: the relay raises
                 all flags that the device may wait for, and `finish` names the step. 0: no timeout. Time in
                 which this process or its computer was suspended does not count.
 
         Raises:
-            ValueError: an item is invalid; nothing was started.
             RuntimeError: an iteration is running, or the relay is closed.
         """
-        self._relay.start([self._seen(item) for item in items], timeout_s)
-        self._items = tuple(items)
+        self._relay.start([task.native for task in tasks], timeout_s)
+        self._tasks = tuple(tasks)
 
     def finish(self) -> list[RelayStep]:
         """Block until the iteration has ended; return its steps, in order.
@@ -244,66 +295,9 @@ class Relay:
         """
         has_ended = self._relay.close()
         if not has_ended:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._items)))  # forever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._tasks))  # forever
         return has_ended
 
     def __del__(self) -> None:
         if hasattr(self, "_relay"):
             self.close()
-
-    def _seen(
-        self, item: RelayItem
-    ) -> "_native.Batch | _native.Transfer | _native.Product | _native.ExpertsInTurns | _native.Copies":
-        match item:
-            case RelayBatch():
-                return self._batch(item)
-            case RelayTransfer():
-                return _transfer(item)
-            case RelayProduct():
-                return _product(item)
-            case RelayExperts():
-                return _experts(item)
-            case RelayCopies():
-                return _copies(item)
-
-    def _batch(self, batch: RelayBatch) -> "_native.Batch":
-        decode = (
-            view_of("q", batch.q),
-            view_of("out", batch.out),
-            view_of("block_tables", batch.block_tables),
-            view_of("context_lens", batch.context_lens),
-            view_of("k", batch.k),
-            view_of("v", batch.v),
-            self._block_size,
-            self._scale,
-            self._softcap,
-        )
-        return decode, view_of("flags", batch.flags), batch.index
-
-
-def _transfer(item: RelayTransfer) -> "_native.Transfer":
-    slots, flags = view_of("slots", item.slots), view_of("flags", item.flags)
-    even, odd = ((view_of("k", k), view_of("v", v)) for k, v in item.buffers)
-    return item.what, item.to_host, item.is_behind, slots, even, odd, flags
-
-
-def _product(item: RelayProduct) -> "_native.Product":
-    matrices = [
-        None if matrix is None else (matrix[0], None if matrix[1] is None else view_of("bias", matrix[1]))
-        for matrix in item.matrices
-    ]
-    x, out, flags = view_of("x", item.x), view_of("out", item.out), view_of("flags", item.flags)
-    return item.what, item.lag, matrices, x, out, flags, item.index
-
-
-def _copies(item: RelayCopies) -> "_native.Copies":
-    sources, buffers = (
-        [(each.data_ptr(), each.nbytes) for each in tensors] for tensors in (item.sources, item.buffers)
-    )
-    return item.what, sources, buffers, view_of("flags", item.flags)
-
-
-def _experts(item: RelayExperts) -> "_native.ExpertsInTurns":
-    names = ("x", "ids", "weights", "gate_up", "gated", "products", "out")
-    tensors = [view_of(name, getattr(item, name)) for name in names]
-    return item.experts, tensors, view_of("flags", item.flags), item.index
