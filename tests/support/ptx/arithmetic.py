@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .numbers import FORMATS, Array
-from .parse import Instruction
+from .parse import Instruction, Operand
 from .threads import Handler, Threads
 
 NEUTRAL = {"rn", "approx", "full", "ftz", "sync", "aligned", "uni", "lo"}
@@ -162,12 +162,24 @@ def _flushed(numbers: Array, instruction: Instruction) -> Array:
 def compute(threads: Threads, instruction: Instruction) -> None:
     name, types = split(instruction)
     into, *sources = instruction.operands
+    if len(types) == 2 and name in ("add", "sub", "fma"):
+        _compute_mixed(threads, name, types, instruction.operands)
+        return
     (kind,) = types
     function, kinds = MIXED[name] if name in MIXED else (COMPUTE[name], (kind,) * len(sources))
     given = [
         _flushed(threads.numbers(each, of or kind), instruction) for each, of in zip(sources, kinds, strict=True)
     ]
     threads.write(into, kind, _flushed(function(*given), instruction))
+
+
+def _compute_mixed(threads: Threads, name: str, types: list[str], operands: tuple[Operand, ...]) -> None:
+    """Compute in float32 from smaller numbers; the last operand is a float32, too (from 10.0 on)."""
+    into, *sources = operands
+    assert types[0] == "f32"
+    kinds = [*types[1:] * (len(sources) - 1), "f32"]
+    given = [threads.numbers(each, kind).astype(np.float32) for each, kind in zip(sources, kinds, strict=True)]
+    threads.write(into, "f32", COMPUTE[name](*given))
 
 
 def multiply_wide(threads: Threads, instruction: Instruction) -> None:
@@ -182,13 +194,12 @@ def multiply_wide(threads: Threads, instruction: Instruction) -> None:
 
 
 def multiply_high(threads: Threads, instruction: Instruction) -> None:
-    """Return the upper half of a product of 32 bits."""
+    """Return the upper half of a product."""
     kind = instruction.parts[-1]
-    assert FORMATS[kind].bits == 32
-    wide, dtype = WIDER[kind]
+    _, dtype = WIDER[kind]
     into, *sources = instruction.operands
     x, y = (threads.numbers(each, kind).astype(dtype) for each in sources)
-    threads.write(into, kind, (x * y) >> dtype(32))
+    threads.write(into, kind, (x * y) >> dtype(FORMATS[kind].bits))
 
 
 def dot_of_bytes(threads: Threads, instruction: Instruction) -> None:

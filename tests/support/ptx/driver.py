@@ -4,7 +4,7 @@ Compilation ends with PTX, which takes the place of machine code: the folder of 
 """
 
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +35,7 @@ class ImitatedGPU(AbsentGPU):
         super().__init__(capability)
         self.utils, self.seed = self, seed
         self.launches: Counter[str] = Counter()  # of each kernel
-        self.executed: Counter[str] = Counter()  # instructions
+        self.executed: defaultdict[str, set[int]] = defaultdict(set)  # kernel → places of instructions
         self.change: Change = lambda kernel: kernel  # spoils kernels before they are executed
 
     def install(self) -> None:
@@ -75,7 +75,8 @@ class ImitatedGPU(AbsentGPU):
             }
             self.launches[kernel.name] += 1
             memory = GlobalMemory(regions)
-            run(kernel, (x, y, z), parameters, memory, metadata.shared, self.seed, self.executed)
+            executed = run(kernel, (x, y, z), parameters, memory, metadata.shared, self.seed)
+            self.executed[kernel.name] |= executed
 
         return launch
 

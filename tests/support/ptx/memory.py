@@ -96,7 +96,7 @@ class SharedMemory:
     """
 
     def __init__(self, num_programs: int, size: int, num_warps: int) -> None:
-        self._size, self._pitch, self._num_warps = size, -(-size // 16) * 16, num_warps
+        self._size, self._pitch, self._num_warps = size, -(-max(size, 1) // 16) * 16, num_warps
         count = num_programs * self._pitch
         self._content = np.full(count, 0xFF, np.uint8)
         self._is_known = np.zeros(count, bool)

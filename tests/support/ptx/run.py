@@ -1,6 +1,5 @@
 """Executes kernels: some programs at once, in a random order of programs and warps."""
 
-from collections import Counter
 from itertools import product
 
 import numpy as np
@@ -40,9 +39,8 @@ def run(
     memory: GlobalMemory,
     shared_bytes: int,
     seed: int = 0,
-    executed: Counter[str] | None = None,
-) -> None:
-    """Execute all programs of a grid.
+) -> set[int]:
+    """Execute all programs of a grid; return the places of the instructions that threads executed.
 
     Raises:
         Fault: the kernel is wrong.
@@ -57,20 +55,18 @@ def run(
         some = programs[first : first + at_once]
         threads = Threads(kernel, parameters, memory, shared_bytes, some, grid)
         _run_some(threads, blocks, random)
-    if executed is not None:
-        executed.update(".".join(each.parts) for each in kernel.code)
+    return blocks.executed
 
 
 class _Blocks:
-    """Straight pieces of a kernel's code, and the handlers of its instructions."""
+    """Where a kernel's straight code begins, the handlers of its instructions, and which were executed."""
 
     def __init__(self, kernel: Kernel) -> None:
         targets = {str(i.operands[0]) for i in kernel.code if i.parts[0] == "bra"}
         self.starts = {kernel.labels[name] for name in targets}
-        self.is_flow = [".".join(i.parts).startswith(FLOW) for i in kernel.code]
-        self.handlers = [
-            None if flow else handler_of(i) for i, flow in zip(kernel.code, self.is_flow, strict=True)
-        ]
+        is_flow = [".".join(i.parts).startswith(FLOW) for i in kernel.code]
+        self.handlers = [None if flow else handler_of(i) for i, flow in zip(kernel.code, is_flow, strict=True)]
+        self.executed = set[int]()
 
 
 def _run_some(threads: Threads, blocks: _Blocks, random: np.random.Generator) -> None:
@@ -118,9 +114,12 @@ def _run_block(
         if instruction.guard is not None:
             mask = active & (threads.raw(instruction.guard, "pred") ^ instruction.negated)
         threads.mask = mask
+        is_executed = instruction.guard is None or bool(mask.any())
+        if is_executed:
+            blocks.executed.add(current)
         current += 1
         if handler is not None:
-            if instruction.guard is None or mask.any():
+            if is_executed:
                 _execute(threads, handler, instruction)
         else:
             place[active] = current
