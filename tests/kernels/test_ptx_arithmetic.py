@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ptx.numbers import Array
-from ptx.run import Unsupported
+from ptx.run import UnsupportedError
 from ptx.snippets import computed, execute
 
 RANDOM = np.random.default_rng(0)
@@ -58,7 +58,7 @@ def dot(x: int, y: int, total: int, signed: bool) -> int:
     return total + sum(number(byte_at(x, i), signed) * number(byte_at(y, i), True) for i in range(4))
 
 
-# instruction, dtypes of operands and result, exact function of Python's integers; its lowest bits are the result.
+# instruction, dtypes of operands and result, exact function of Python's integers; its lowest bits count.
 INTEGERS: list[tuple[str, list[str], str, Callable[..., int]]] = [
     ("add.s32 {d}, {0}, {1}", ["i4", "i4"], "i4", lambda x, y: x + y),
     ("add.s64 {d}, {0}, {1}", ["i8", "i8"], "i8", lambda x, y: x + y),
@@ -109,7 +109,9 @@ def test_integers(instruction: str, kinds: list[str], result: str, exact: Callab
     operands = [integers(kind) for kind in kinds]
     found = computed(instruction, *operands, result=result)
     unsigned = f"u{found.itemsize}"
-    wanted = [exact(*(int(x) for x in row)) % 2 ** (8 * found.itemsize) for row in zip(*operands, strict=True)]
+    wanted = [
+        exact(*(int(x) for x in row)) % 2 ** (8 * found.itemsize) for row in zip(*operands, strict=True)
+    ]
     assert found.view(unsigned).tolist() == wanted
 
 
@@ -149,8 +151,12 @@ def test_small_floats_are_added_to_float32(kind: str) -> None:
     x, y = torch.randn(2, COUNT).to(dtype)
     z = torch.randn(COUNT)
     raw = [x.view(torch.int16).numpy(), y.view(torch.int16).numpy(), z.numpy()]
-    assert (computed(f"add.rn.f32.{kind} {{d}}, {{0}}, {{1}}", raw[0], raw[2], result="f4") == (x + z).numpy()).all()
-    assert (computed(f"sub.rn.f32.{kind} {{d}}, {{0}}, {{1}}", raw[0], raw[2], result="f4") == (x - z).numpy()).all()
+    assert (
+        computed(f"add.rn.f32.{kind} {{d}}, {{0}}, {{1}}", raw[0], raw[2], result="f4") == (x + z).numpy()
+    ).all()
+    assert (
+        computed(f"sub.rn.f32.{kind} {{d}}, {{0}}, {{1}}", raw[0], raw[2], result="f4") == (x - z).numpy()
+    ).all()
     found = computed(f"fma.rn.f32.{kind} {{d}}, {{0}}, {{1}}, {{2}}", *raw, result="f4")
     assert (found == (x.double() * y.double() + z.double()).float().numpy()).all()
 
@@ -202,13 +208,15 @@ def test_packed_numbers_are_computed_one_by_one(kind: str) -> None:
     torch.testing.assert_close(numbers, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("how", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu"])
+@pytest.mark.parametrize(
+    "how", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu"]
+)
 def test_comparisons_of_floats(how: str) -> None:
     x, y = floats(), floats()
     y[::3] = x[::3]
     compare = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}[how[:2]]
     wanted = [
-        how.endswith("u") if a != a or b != b else eval(f"a {compare} b")  # noqa: PLR0124, S307
+        how.endswith("u") if a != a or b != b else eval(f"a {compare} b")  # noqa: PLR0124
         for a, b in zip(x.tolist(), y.tolist(), strict=True)
     ]
     assert computed(f"setp.{how}.f32 {{d}}, {{0}}, {{1}}", x, y, result="bool").tolist() == wanted
@@ -233,7 +241,9 @@ def test_conversions_round_as_torch_does() -> None:
     np.testing.assert_array_equal(back, halves.float().numpy())
     finite = np.nan_to_num(x)
     short = torch.from_numpy(finite).bfloat16()
-    assert (computed("cvt.rn.bf16.f32 {d}, {0}", finite, result="u2") == short.view(torch.uint16).numpy()).all()
+    assert (
+        computed("cvt.rn.bf16.f32 {d}, {0}", finite, result="u2") == short.view(torch.uint16).numpy()
+    ).all()
     for kind, dtype in (("f16x2", torch.float16), ("bf16x2", torch.bfloat16)):
         pairs = computed(f"cvt.rn.{kind}.f32 {{d}}, {{0}}, {{1}}", finite, finite[::-1], result="u4")
         low = torch.from_numpy(finite[::-1].copy()).to(dtype).view(torch.uint16).numpy().astype(np.uint32)
@@ -247,7 +257,9 @@ def test_conversions_round_as_torch_does() -> None:
     assert (computed("cvt.rn.f32.s32 {d}, {0}", numbers, result="f4") == numbers.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("unknown", ["add.cc.s32", "mul.sat.f32", "cvt.rz.f16.f32", "atom.add.s32", "bar.arrive"])
+@pytest.mark.parametrize(
+    "unknown", ["add.cc.s32", "mul.sat.f32", "cvt.rz.f16.f32", "atom.add.s32", "bar.arrive"]
+)
 def test_unknown_instructions_are_errors(unknown: str) -> None:
-    with pytest.raises(Unsupported, match="unknown"):
+    with pytest.raises(UnsupportedError, match="unknown"):
         execute(f"{unknown} %r1, %r2, %r3;")

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx.memory import Fault
+from ptx.memory import KernelError
 from ptx.numbers import Array
 from ptx.snippets import computed, execute
 
@@ -64,7 +64,7 @@ def test_reductions_of_a_warp() -> None:
 
 
 def test_threads_part_and_meet_again() -> None:
-    """Each thread halves its number until it is 0; a shuffle needs all of them again."""
+    """Each thread halves its number until it is 0; a shuffle needs them together again."""
     numbers, counts = NUMBERS.copy(), NUMBERS.copy()
     body = f"""{OWN} ld.global.b32 %r1, [%rd80]; mov.b32 %r2, 0;
         setp.eq.s32 %p1, %r1, 0; @%p1 bra $L_END;
@@ -91,13 +91,14 @@ def test_warps_exchange_numbers() -> None:
 def test_a_missing_barrier_is_noticed(missing: int, seed: int) -> None:
     parts = EXCHANGE.split("bar.sync 0;")
     parts[missing : missing + 2] = ["".join(parts[missing : missing + 2])]
-    with pytest.raises(Fault, match="another warp|before it was written"):
+    with pytest.raises(KernelError, match=r"another warp|before it was written"):
         execute("bar.sync 0;".join(parts), NUMBERS.copy(), threads=64, shared_bytes=256, seed=seed)
 
 
 def test_a_missing_barrier_shows_in_global_memory() -> None:
     """Nothing watches the exchange of warps there, but their order is random."""
-    body = f"""{OWN} xor.b32 %r82, %r90, 32; mad.wide.u32 %rd81, %r82, 4, %rd90; mad.wide.u32 %rd82, %r90, 4, %rd91;
+    body = f"""{OWN} xor.b32 %r82, %r90, 32; mad.wide.u32 %rd81, %r82, 4, %rd90;
+        mad.wide.u32 %rd82, %r90, 4, %rd91;
         add.s32 %r1, %r90, 100; st.global.b32 [%rd80], %r1; bar.sync 0;
         ld.global.b32 %r2, [%rd81]; st.global.b32 [%rd82], %r2;"""
     wanted = (NUMBERS ^ 32) + 100
@@ -137,7 +138,7 @@ def test_asynchronous_copies_arrive_by_group() -> None:
     ],
 )
 def test_a_missing_wait_is_noticed(body: str, message: str) -> None:
-    with pytest.raises(Fault, match=message):
+    with pytest.raises(KernelError, match=message):
         execute(body, NUMBERS.copy(), threads=64, shared_bytes=512)
 
 
@@ -163,14 +164,17 @@ def test_copies_of_nothing_write_zeros() -> None:
         ("st.shared.b32 [%r80+4], %r90;", "of 128 bytes of shared memory"),
         ("st.shared.b32 [%r80+2], %r90;", "multiple of 4"),
         ("st.shared.b32 [0], %r90;", "different values"),
-        ("setp.lt.s32 %p1, %r90, 16; @%p1 bra $L_A; shfl.sync.bfly.b32 %r1, %r90, 1, 31, -1; $L_A:", "part of a warp"),
+        (
+            "setp.lt.s32 %p1, %r90, 16; @%p1 bra $L_A; shfl.sync.bfly.b32 %r1, %r90, 1, 31, -1; $L_A:",
+            "part of a warp",
+        ),
         ("setp.lt.s32 %p1, %r90, 16; @%p1 bar.sync 0;", "part of a warp"),
         ("$L_A: bra $L_A;", "does not end"),
     ],
 )
 def test_faults_are_reported(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ptx.run.MOST_BLOCKS", 100)
-    with pytest.raises(Fault, match=message):
+    with pytest.raises(KernelError, match=message):
         execute(f"{OWN} {body}", NUMBERS[:32].copy(), shared_bytes=128)
 
 
@@ -180,25 +184,32 @@ def floats_in(numbers: Array) -> Array:
 
 @pytest.mark.parametrize("how", ["", ".trans"])
 def test_tensor_cores_multiply_matrices(how: str) -> None:
-    """a [16, 16] and b [16, 8], or b's transpose, are read by `ldmatrix` as programs store them: row by row."""
+    """`ldmatrix` reads a [16, 16] and b [16, 8], or b's transpose, stored row by row."""
     random = np.random.default_rng(0)
     a, b = random.integers(-9, 9, (16, 16)), random.integers(-9, 9, (16, 8))
     both = np.concatenate([floats_in(a).ravel(), floats_in(b if how else b.T).ravel()])
     out = np.zeros((16, 8), np.float32)
-    # Lane l gives the address of row l % 16 of a's left (l < 16) or right half; of b's row, or half row of b.T.
-    b_rows = "shl.b32 %r30, %r22, 4;" if how else "and.b32 %r30, %r90, 7; shl.b32 %r30, %r30, 5; shr.u32 %r31, %r22, 3; mad.lo.s32 %r30, %r31, 16, %r30;"
+    # Lane l gives the address of row l % 16 of a's left (l < 16) or right half, and of b or half of b.T.
+    b_rows = (
+        "shl.b32 %r30, %r22, 4;"
+        if how
+        else "and.b32 %r30, %r90, 7; shl.b32 %r30, %r30, 5; shr.u32 %r31, %r22, 3;"
+        "mad.lo.s32 %r30, %r31, 16, %r30;"
+    )
     body = f"""{OWN}
         mov.b32 %r1, 0;
         $L_COPY: mad.lo.s32 %r2, %r1, 32, %r90; mad.wide.u32 %rd1, %r2, 4, %rd90; ld.global.b32 %r3, [%rd1];
-        shl.b32 %r4, %r2, 2; st.shared.b32 [%r4], %r3; add.s32 %r1, %r1, 1; setp.lt.s32 %p1, %r1, 6; @%p1 bra $L_COPY;
+        shl.b32 %r4, %r2, 2; st.shared.b32 [%r4], %r3; add.s32 %r1, %r1, 1; setp.lt.s32 %p1, %r1, 6;
+        @%p1 bra $L_COPY;
         and.b32 %r22, %r90, 15; shr.u32 %r23, %r90, 4; shl.b32 %r24, %r22, 5; mad.lo.s32 %r24, %r23, 16, %r24;
         ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r24];
         {b_rows}
         ldmatrix.sync.aligned.m8n8.x2{how}.shared.b16 {{%r14, %r15}}, [%r30+512];
         mov.b32 %r16, 0f00000000;
-        mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%r17, %r18, %r19, %r20}}, {{%r10, %r11, %r12, %r13}},
-        {{%r14, %r15}}, {{%r16, %r16, %r16, %r16}};
-        shr.u32 %r40, %r90, 2; and.b32 %r41, %r90, 3; shl.b32 %r42, %r40, 5; mad.lo.s32 %r42, %r41, 8, %r42;
+        mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{%r17, %r18, %r19, %r20}},
+        {{%r10, %r11, %r12, %r13}}, {{%r14, %r15}}, {{%r16, %r16, %r16, %r16}};
+        shr.u32 %r40, %r90, 2; and.b32 %r41, %r90, 3; shl.b32 %r42, %r40, 5;
+        mad.lo.s32 %r42, %r41, 8, %r42;
         mad.wide.u32 %rd2, %r42, 1, %rd91;
         st.global.v2.b32 [%rd2], {{%r17, %r18}}; st.global.v2.b32 [%rd2+256], {{%r19, %r20}};"""
     execute(body, both, out, shared_bytes=768)
@@ -212,30 +223,31 @@ def test_tensor_cores_take_other_numbers(kind: str, dtype: str, k: int) -> None:
     a, b = random.integers(-9, 9, (16, k)), random.integers(-9, 9, (k, 8))
     of_sum = "s32" if kind == "s8" else "f32"
     per = 4 // np.dtype(dtype).itemsize
-    lane, row, column = np.arange(32)[:, None], np.arange(32)[:, None] // 4, np.arange(32)[:, None] % 4
+    row, column = np.divmod(np.arange(32)[:, None], 4)
     halves = range(k // (4 * per))
     of_a = [a[row + 8 * up, per * (column + 4 * half) + np.arange(per)] for half in halves for up in (0, 1)]
     of_b = [b.T[row, per * (column + 4 * half) + np.arange(per)] for half in halves]
     registers = [np.ascontiguousarray(each, dtype).view(np.uint32)[:, 0] for each in of_a + of_b]
-    names = ["{" + ", ".join(f"{{{i}}}" for i in part) + "}" for part in (range(len(of_a)), range(len(of_a), len(registers)))]
-    found = []
+    names = [
+        "{{" + ", ".join(f"{{{i}}}" for i in part) + "}}"
+        for part in (range(len(of_a)), range(len(of_a), len(registers)))
+    ]
+    name = f"mma.sync.aligned.m16n8k{k}.row.col.{of_sum}.{kind}.{kind}.{of_sum}"
     for place in range(4):
-        into = ["{d}" if place == i else "_" for i in range(4)]
-        instruction = f"mma.sync.aligned.m16n8k{k}.row.col.{of_sum}.{kind}.{kind}.{of_sum} {{{{{', '.join(into)}}}}}, "
-        operands = ", ".join("{" + each + "}" for each in names)
-        found.append(computed(instruction + operands + ", {{0, 0, 0, 0}}", *registers, result="i4" if kind == "s8" else "f4"))
-    product = a @ b
-    lane = lane[:, 0]
-    for place in range(4):
-        assert (found[place] == product[lane // 4 + 8 * (place // 2), 2 * (lane % 4) + place % 2]).all()
+        into = "{{" + ", ".join("{d}" if place == i else "_" for i in range(4)) + "}}"
+        instruction = f"{name} {into}, {names[0]}, {names[1]}, {{{{0, 0, 0, 0}}}}"
+        found = computed(instruction, *registers, result="i4" if kind == "s8" else "f4")
+        assert (found == (a @ b)[row + 8 * (place // 2), 2 * column + place % 2][:, 0]).all()
 
 
 @pytest.mark.parametrize("how", ["", ".trans"])
 def test_matrices_are_stored_as_they_are_loaded(how: str) -> None:
     numbers = np.random.default_rng(0).integers(0, 2**16, (32, 8), np.uint16)
     out = np.zeros_like(numbers)
-    body = f"""shl.b32 %r80, %r90, 4; mad.wide.u32 %rd80, %r90, 16, %rd90; mad.wide.u32 %rd81, %r90, 16, %rd91;
-        ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd80]; st.shared.v4.b32 [%r80], {{%r1, %r2, %r3, %r4}};
+    body = f"""shl.b32 %r80, %r90, 4; mad.wide.u32 %rd80, %r90, 16, %rd90;
+        mad.wide.u32 %rd81, %r90, 16, %rd91;
+        ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%rd80];
+        st.shared.v4.b32 [%r80], {{%r1, %r2, %r3, %r4}};
         ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{%r5, %r6, %r7, %r8}}, [%r80];
         stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r80], {{%r5, %r6, %r7, %r8}};
         ld.shared.v4.b32 {{%r1, %r2, %r3, %r4}}, [%r80]; st.global.v4.b32 [%rd81], {{%r1, %r2, %r3, %r4}};"""

@@ -1,7 +1,7 @@
 """The table of instructions that compute, each thread for itself.
 
-A key is a name without types and without modifiers that change nothing here: `.rn` is how numpy rounds, and
-approximations are exact. A fused multiplication of float32 and smaller types rounds twice, in float64 and to its type.
+A key is a name without types, and without modifiers that change nothing here: `.rn` is how numpy rounds, and
+approximations are exact. A fused multiplication rounds twice, to float64 and to its type.
 """
 
 from collections.abc import Callable
@@ -78,8 +78,13 @@ def _any_of_three(x: Array, y: Array, z: Array, table: Array) -> Array:
 
 
 def _funnel(low: Array, high: Array, by: Array, direction: str) -> Array:
-    both, by = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32)), by.astype(np.uint64) & np.uint64(31)
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    by = by.astype(np.uint64) & np.uint64(31)
     return ((both << by) >> np.uint64(32) if direction == "l" else both >> by).astype(np.uint32)
+
+
+def _unordered(x: Array, y: Array) -> Array:
+    return np.isnan(x) | np.isnan(y)
 
 
 # name → function of the operands in the instruction's type.
@@ -109,7 +114,7 @@ COMPUTE: dict[str, Callable[..., Array]] = {
     "not": lambda x: ~x,
 }
 
-# Operands of other types than the instruction's: name → function, types of the sources; None: the instruction's.
+# name → function, types of the sources; None: the instruction's type.
 MIXED: dict[str, tuple[Callable[..., Array], tuple[str | None, ...]]] = {
     "shl": (_shifted_left, (None, "u32")),
     "shr": (_shifted_right, (None, "u32")),
@@ -135,15 +140,16 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "gtu": lambda x, y: ~(x <= y),
     "geu": lambda x, y: ~(x < y),
     "num": lambda x, y: ~_unordered(x, y),
-    "nan": lambda x, y: _unordered(x, y),
+    "nan": _unordered,
 }
 
 TO_INTEGER = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-WIDER = {"s16": ("s32", np.int32), "u16": ("u32", np.uint32), "s32": ("s64", np.int64), "u32": ("u64", np.uint64)}
-
-
-def _unordered(x: Array, y: Array) -> Array:
-    return np.isnan(x) | np.isnan(y)
+WIDER = {
+    "s16": ("s32", np.int32),
+    "u16": ("u32", np.uint32),
+    "s32": ("s64", np.int64),
+    "u32": ("u64", np.uint64),
+}
 
 
 def split(instruction: Instruction) -> tuple[str, list[str]]:
@@ -153,7 +159,7 @@ def split(instruction: Instruction) -> tuple[str, list[str]]:
 
 
 def _flushed(numbers: Array, instruction: Instruction) -> Array:
-    """With `.ftz`, return 0 for float32 numbers that are too small to be normal."""
+    """Return numbers; with `.ftz`, those that are too small to be normal become 0."""
     if "ftz" not in instruction.parts or numbers.dtype != np.float32:
         return numbers
     return np.where(np.abs(numbers) < LEAST_NORMAL, np.copysign(np.float32(0), numbers), numbers)
@@ -168,17 +174,20 @@ def compute(threads: Threads, instruction: Instruction) -> None:
     (kind,) = types
     function, kinds = MIXED[name] if name in MIXED else (COMPUTE[name], (kind,) * len(sources))
     given = [
-        _flushed(threads.numbers(each, of or kind), instruction) for each, of in zip(sources, kinds, strict=True)
+        _flushed(threads.numbers(each, of or kind), instruction)
+        for each, of in zip(sources, kinds, strict=True)
     ]
     threads.write(into, kind, _flushed(function(*given), instruction))
 
 
 def _compute_mixed(threads: Threads, name: str, types: list[str], operands: tuple[Operand, ...]) -> None:
-    """Compute in float32 from smaller numbers; the last operand is a float32, too (from 10.0 on)."""
+    """Compute in float32 from smaller numbers and, last, a float32 (from 10.0 on)."""
     into, *sources = operands
     assert types[0] == "f32"
     kinds = [*types[1:] * (len(sources) - 1), "f32"]
-    given = [threads.numbers(each, kind).astype(np.float32) for each, kind in zip(sources, kinds, strict=True)]
+    given = [
+        threads.numbers(each, kind).astype(np.float32) for each, kind in zip(sources, kinds, strict=True)
+    ]
     threads.write(into, "f32", COMPUTE[name](*given))
 
 
@@ -230,12 +239,16 @@ def convert(threads: Threads, instruction: Instruction) -> None:
     assert not unknown, unknown
     into, *sources = instruction.operands
     if into_kind in ("f16x2", "bf16x2"):  # the first operand becomes the upper half
-        numbers = np.stack(np.broadcast_arrays(*(threads.numbers(each, kind) for each in reversed(sources))), 1)
+        numbers = np.stack(
+            np.broadcast_arrays(*(threads.numbers(each, kind) for each in reversed(sources))), 1
+        )
     else:
         numbers = _flushed(threads.numbers(sources[0], kind), instruction)
     to = FORMATS[into_kind]
     if numbers.dtype.kind == "f" and not to.is_float:
-        rounded = next(TO_INTEGER[each] for each in modifiers if each in TO_INTEGER)(numbers.astype(np.float64))
+        rounded = next(TO_INTEGER[each] for each in modifiers if each in TO_INTEGER)(
+            numbers.astype(np.float64)
+        )
         limits = np.iinfo(f"{'i' if to.is_signed else 'u'}{to.bits // 8}")
         numbers = np.clip(np.nan_to_num(rounded), limits.min, limits.max).astype(limits.dtype)
     elif not to.is_float:

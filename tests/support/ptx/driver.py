@@ -1,6 +1,6 @@
 """Lets Triton compile for an absent GPU, and launch on CPU tensors what it compiled.
 
-Compilation ends with PTX, which takes the place of machine code: the folder of `TRITON_CACHE_DIR` must be separate.
+Compilation ends with PTX in place of machine code, so `TRITON_CACHE_DIR` must be a separate folder.
 """
 
 import struct
@@ -34,7 +34,7 @@ class ImitatedGPU(AbsentGPU):
     def __init__(self, capability: int, seed: int = 0) -> None:
         super().__init__(capability)
         self.utils, self.seed = self, seed
-        self.launches: Counter[str] = Counter()  # of each kernel
+        self.launches: Counter[str] = Counter()  # kernel → number
         self.executed: defaultdict[str, set[int]] = defaultdict(set)  # kernel → places of instructions
         self.change: Change = lambda kernel: kernel  # spoils kernels before they are executed
 
@@ -66,8 +66,7 @@ class ImitatedGPU(AbsentGPU):
                     storage = value.untyped_storage()
                     if len(storage):
                         regions.append(Region(storage.data_ptr(), len(storage), name))
-                    value = value.data_ptr()
-                numbers.append(value)
+                numbers.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
             assert len(kernel.parameters) <= len(numbers) + len(scratch), kernel.name
             parameters = {
                 name: struct.pack("<" + FORMATS[kind], number)
@@ -79,4 +78,3 @@ class ImitatedGPU(AbsentGPU):
             self.executed[kernel.name] |= executed
 
         return launch
-

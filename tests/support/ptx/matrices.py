@@ -14,7 +14,9 @@ from .transfers import _listed
 ROW, QUARTER = np.divmod(np.arange(WARP), 4)
 
 
-def _rows(threads: Threads, instruction: Instruction, operand: object, count: int) -> tuple[Array, Array, Array]:
+def _rows(
+    threads: Threads, instruction: Instruction, operand: object, count: int
+) -> tuple[Array, Array, Array]:
     """Return warps, and the rows' programs and addresses in shared memory, [warps, matrices, 8].
 
     Lanes 0 to 7 give the addresses of the first matrix's rows, 8 to 15 those of the second, and so on.

@@ -8,7 +8,7 @@ import numpy as np
 from .numbers import Array
 
 
-class Fault(AssertionError):
+class KernelError(AssertionError):
     """The kernel did what a GPU would not survive, or not always compute alike."""
 
 
@@ -34,7 +34,7 @@ class _Bytes:
 
 def check_alignment(addresses: Array, size: int) -> None:
     if (addresses % size).any():
-        raise Fault(f"an address is no multiple of {size}: {_hex(addresses[addresses % size != 0][0])}")
+        raise KernelError(f"an address is no multiple of {size}: {_hex(addresses[addresses % size != 0][0])}")
 
 
 class GlobalMemory:
@@ -62,11 +62,11 @@ class GlobalMemory:
         if not len(addresses):
             return
         if not self._regions:
-            raise Fault("global memory is used without a tensor")
+            raise KernelError("global memory is used without a tensor")
         region = np.searchsorted(self._starts, addresses, "right") - 1
         outside = (region < 0) | (addresses + size > self._ends[region])
         if outside.any():
-            raise Fault(f"{size} bytes {self._described(int(addresses[outside][0]))}")
+            raise KernelError(f"{size} bytes {self._described(int(addresses[outside][0]))}")
 
     def _items(self, addresses: Array, size: int) -> Array:
         self.check(addresses, size)
@@ -87,8 +87,8 @@ class GlobalMemory:
 class SharedMemory:
     """Shared memory of several programs.
 
-    Between two barriers, a warp may not read or overwrite what another one wrote, nor overwrite what another
-    one read; several warps may write the same value. Bytes of an asynchronous copy are not used before its end.
+    Between two barriers, a warp may not read what another one wrote, nor overwrite what another one read or
+    wrote. But several warps may write the same value. Bytes of an unfinished copy are not used.
 
     Args:
         size: bytes per program.
@@ -107,10 +107,10 @@ class SharedMemory:
         """Return bytes, [addresses, size] uint8; `warps`: numbers in the program."""
         places = self.places(programs, addresses, size)
         if not self._is_known[places].all():
-            raise Fault("shared memory is read before it was written")
+            raise KernelError("shared memory is read before it was written")
         self._check_awaited(places)
         if self._others(self._writers, places, warps).any():
-            raise Fault("shared memory is read that another warp wrote, without a barrier between")
+            raise KernelError("shared memory is read that another warp wrote, without a barrier between")
         self._mark(self._readers, places, warps)
         return self._content[places]
 
@@ -131,7 +131,7 @@ class SharedMemory:
         """Write content, also of an asynchronous copy, which thereby ends."""
         self._content[places] = content
         if (self._content[places] != content).any():
-            raise Fault("threads write different values to the same shared memory")
+            raise KernelError("threads write different values to the same shared memory")
         self._is_known[places], self._is_awaited[places] = True, False
         self._mark(self._writers, places, warps)
 
@@ -144,21 +144,21 @@ class SharedMemory:
         """Return the places of bytes, [addresses, size]."""
         check_alignment(addresses, size)
         if len(addresses) and not 0 <= addresses.min() <= addresses.max() <= self._size - size:
-            raise Fault(f"{size} bytes at {addresses.max()} of {self._size} bytes of shared memory")
+            raise KernelError(f"{size} bytes at {addresses.max()} of {self._size} bytes of shared memory")
         return (programs * self._pitch + addresses)[:, None] + np.arange(size)
 
     def _check_awaited(self, places: Array) -> None:
         if self._is_awaited[places].any():
-            raise Fault("shared memory is used before the asynchronous copy into it was awaited")
+            raise KernelError("shared memory is used before the asynchronous copy into it was awaited")
 
     def _check_overwritten(self, places: Array, warps: Array, content: Array | None) -> None:
         if self._others(self._readers, places, warps).any():
-            raise Fault("shared memory is overwritten that another warp may still read")
+            raise KernelError("shared memory is overwritten that another warp may still read")
         written = self._others(self._writers, places, warps)
         if content is not None:
             written &= self._content[places] != content
         if written.any():
-            raise Fault("two warps write different values to the same shared memory, without a barrier between")
+            raise KernelError("warps write different values to the same shared memory without a barrier")
 
     def _others(self, marks: Array, places: Array, warps: Array) -> Array:
         """Return where warps other than the own one left a mark."""

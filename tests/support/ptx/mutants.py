@@ -2,9 +2,9 @@
 
     python -m ptx.mutants CAPABILITY CASE [SEED]    CASE: a key of `CASES`
 
-For each kernel of the case, it removes each executed barrier, makes each wait for asynchronous copies one group
-shorter, and shifts the address of each access to memory by its size. The output has a JSON line per mutant: the kernel,
-the instruction, and how the mutant was noticed, null if it was not. The first line is about the unchanged kernels.
+It removes executed barriers of the case's kernels. It makes waits for asynchronous copies one group shorter.
+It shifts addresses by the size of the access. The output has a JSON line per mutant:
+the kernel, the instruction, and how it was noticed, or null. The first line has the unchanged kernels.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from paged_case import make_case
 from torch import Tensor
 
 from neo_desktop.engine.fallbacks import fallbacks
@@ -22,11 +23,10 @@ from neo_desktop.engine.kernels.in_triton.quantised import multiply_packed
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped
 from neo_desktop.models.linear.grouped import Grouped
-from paged_case import make_case
 
 from .arithmetic import split
 from .driver import ImitatedGPU
-from .memory import Fault
+from .memory import KernelError
 from .numbers import FORMATS
 from .parse import Address, Instruction, Kernel
 
@@ -112,8 +112,8 @@ def error(numbers: tuple[Tensor, Tensor]) -> float:
 def noticed(run: Callable[[], tuple[Tensor, Tensor]]) -> str | None:
     try:
         wrong = error(run())
-    except Fault as fault:
-        return str(fault).split(": ")[1]
+    except KernelError as failure:
+        return str(failure).split(": ")[1]
     return None if wrong < ENOUGH else f"a relative error of {wrong:.1g}"
 
 

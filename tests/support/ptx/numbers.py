@@ -14,7 +14,7 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 class Format(NamedTuple):
-    """How the bits of one type are read and written."""
+    """Reads and writes the bits of one type."""
 
     bits: int
     is_float: bool

@@ -90,7 +90,9 @@ def _instruction(statement: str) -> Instruction:
         guard, negated = given.lstrip("@!"), given[1] == "!"
     name, _, rest = statement.replace("\t", " ").partition(" ")
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)
-    return Instruction(tuple(name.split(".")), tuple(_operand(each.strip()) for each in operands), guard, negated)
+    return Instruction(
+        tuple(name.split(".")), tuple(_operand(each.strip()) for each in operands), guard, negated
+    )
 
 
 def _operand(text: str) -> Operand:

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 
 from . import arithmetic, matrices, transfers
-from .memory import Fault, GlobalMemory
+from .memory import GlobalMemory, KernelError
 from .numbers import Array
 from .parse import Instruction, Kernel
 from .threads import WARP, Handler, Threads
@@ -17,7 +17,7 @@ CHECKED: dict[str, Handler] = transfers.HANDLERS | matrices.HANDLERS
 FLOW = ("bra", "ret", "exit", "bar.sync")
 
 
-class Unsupported(AssertionError):
+class UnsupportedError(AssertionError):
     """The interpreter does not know an instruction."""
 
 
@@ -26,9 +26,11 @@ def handler_of(instruction: Instruction) -> Handler:
     name, _ = arithmetic.split(instruction)
     parts = name.split(".")
     beginnings = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    found = arithmetic.HANDLERS.get(name) or next((CHECKED[each] for each in beginnings if each in CHECKED), None)
+    found = arithmetic.HANDLERS.get(name) or next(
+        (CHECKED[each] for each in beginnings if each in CHECKED), None
+    )
     if found is None:
-        raise Unsupported(f"unknown instruction: {instruction}")
+        raise UnsupportedError(f"unknown instruction: {instruction}")
     return found
 
 
@@ -43,8 +45,8 @@ def run(
     """Execute all programs of a grid; return the places of the instructions that threads executed.
 
     Raises:
-        Fault: the kernel is wrong.
-        Unsupported: the interpreter does not know an instruction.
+        KernelError: the kernel is wrong.
+        UnsupportedError: the interpreter does not know an instruction.
     """
     blocks = _Blocks(kernel)
     random = np.random.default_rng(seed)
@@ -59,21 +61,22 @@ def run(
 
 
 class _Blocks:
-    """Where a kernel's straight code begins, the handlers of its instructions, and which were executed."""
+    """Starts of a kernel's straight code, handlers of its instructions, and places that were executed."""
 
     def __init__(self, kernel: Kernel) -> None:
         targets = {str(i.operands[0]) for i in kernel.code if i.parts[0] == "bra"}
         self.starts = {kernel.labels[name] for name in targets}
         is_flow = [".".join(i.parts).startswith(FLOW) for i in kernel.code]
-        self.handlers = [None if flow else handler_of(i) for i, flow in zip(kernel.code, is_flow, strict=True)]
+        self.handlers = [
+            None if flow else handler_of(i) for i, flow in zip(kernel.code, is_flow, strict=True)
+        ]
         self.executed = set[int]()
 
 
 def _run_some(threads: Threads, blocks: _Blocks, random: np.random.Generator) -> None:
     """Execute programs to their ends.
 
-    A random half of the warps runs first between two barriers. Of those that can run, the threads execute that
-    have got least far in the code.
+    A random half of the warps runs first between two barriers. The threads that are least far in the code execute.
     """
     count = threads.count
     place, ended, waiting = np.zeros(count, np.int64), np.zeros(count, bool), np.zeros(count, bool)
@@ -92,7 +95,7 @@ def _run_some(threads: Threads, blocks: _Blocks, random: np.random.Generator) ->
             chosen = early if early.any() else can_run
             current = place[chosen].min()
             _run_block(threads, blocks, chosen & (place == current), place, ended, waiting)
-    raise Fault(f"{threads.kernel.name} does not end")
+    raise KernelError(f"{threads.kernel.name} does not end")
 
 
 def _late_warps(count: int, random: np.random.Generator) -> Array:
@@ -140,7 +143,7 @@ def _run_block(
 def _execute(threads: Threads, handler: Handler, instruction: Instruction) -> None:
     try:
         handler(threads, instruction)
-    except Fault as fault:
-        raise Fault(f"{threads.kernel.name}: {fault}: {instruction}") from fault
+    except KernelError as error:
+        raise KernelError(f"{threads.kernel.name}: {error}: {instruction}") from error
     except Exception as error:
-        raise Unsupported(f"{threads.kernel.name}: {instruction}: {error!r}") from error
+        raise UnsupportedError(f"{threads.kernel.name}: {instruction}: {error!r}") from error

@@ -53,19 +53,23 @@ def computed(instruction: str, *operands: Array, result: str) -> Array:
     for place, each in enumerate(operands):
         size = 4 if each.dtype == bool else each.itemsize
         name = f"%{REGISTERS[size]}{place + 1}"
-        body += f"mad.wide.u32 %rd80, %r90, {size}, %rd{91 + place};\nld.global.b{8 * size} {name}, [%rd80];\n"
+        body += (
+            f"mad.wide.u32 %rd80, %r90, {size}, %rd{91 + place};\nld.global.b{8 * size} {name}, [%rd80];\n"
+        )
         if each.dtype == bool:
             body += f"setp.ne.s32 %p{place + 1}, {name}, 0;\n"
             name = f"%p{place + 1}"
         names.append(name)
-    of_result = np.dtype(result)
-    size = 4 if of_result == bool else of_result.itemsize
+    is_predicate = result == "bool"
+    size = 4 if is_predicate else np.dtype(result).itemsize
     into = f"%{REGISTERS[size]}50"
-    body += instruction.format(*names, d="%p50" if of_result == bool else into) + ";\n"
-    if of_result == bool:
+    body += instruction.format(*names, d="%p50" if is_predicate else into) + ";\n"
+    if is_predicate:
         body += f"selp.b32 {into}, 1, 0, %p50;\n"
     body += f"mad.wide.u32 %rd80, %r90, {size}, %rd90;\nst.global.b{8 * size} [%rd80], {into};\n"
     out = np.zeros(count, f"u{size}")
-    given = [each.astype(np.uint32) if each.dtype == bool else np.ascontiguousarray(each) for each in operands]
+    given = [
+        each.astype(np.uint32) if each.dtype == bool else np.ascontiguousarray(each) for each in operands
+    ]
     execute(body, out, *given, threads=count)
-    return out.astype(bool) if of_result == bool else out.view(of_result)
+    return out.astype(bool) if is_predicate else out.view(result)

@@ -1,11 +1,11 @@
-"""The threads of some programs: their registers, and which of them execute the current instruction."""
+"""The threads of some programs: their registers, and a mask of the executing ones."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .memory import Fault, GlobalMemory, SharedMemory
+from .memory import GlobalMemory, KernelError, SharedMemory
 from .numbers import FORMATS, UNSIGNED, Array, immediate, resized
 from .parse import Address, Kernel, Operand
 
@@ -71,7 +71,7 @@ class Threads:
         self.write_raw(operand, FORMATS[kind].raw(numbers), is_signed=FORMATS[kind].is_signed)
 
     def write_raw(self, operand: Operand, raw: Array, *, is_signed: bool = False) -> None:
-        """Write bits into the register of all threads in the mask; the register may be wider."""
+        """Write bits into a register, which may be wider, of the threads in the mask."""
         assert isinstance(operand, str), operand
         if operand == "_":
             return
@@ -94,11 +94,11 @@ class Threads:
         return found[self.mask] + operand.offset
 
     def whole_warps(self) -> Array:
-        """Return the numbers of executing warps, of all programs; raise Fault for a part of a warp."""
+        """Return the numbers of executing warps, across programs; raise KernelError for a part of a warp."""
         by_warp = self.mask.reshape(-1, WARP)
         found = by_warp.any(1)
         if (by_warp[found] == 0).any():
-            raise Fault("a part of a warp executes an instruction of whole warps")
+            raise KernelError("a part of a warp executes an instruction of whole warps")
         return np.flatnonzero(found)
 
     def by_warp(self, operand: Operand, warps: Array) -> Array:

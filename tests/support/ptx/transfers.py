@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .memory import Fault
+from .memory import KernelError
 from .numbers import FORMATS, Array, resized
 from .parse import Address, Instruction, Operand
 from .threads import WARP, Handler, Threads
@@ -50,7 +50,9 @@ def load(threads: Threads, instruction: Instruction) -> None:
     _check_modifiers(modifiers, len(names))
     assert isinstance(source, Address)
     if space == "param":
-        content = np.frombuffer(threads.parameters[source.base], np.uint8)[source.offset :][None, : size * len(names)]
+        content = np.frombuffer(threads.parameters[source.base], np.uint8)[source.offset :][
+            None, : size * len(names)
+        ]
     elif space == "shared":
         addresses = threads.addresses(source, "u32")
         content = threads.shared.load(*_own(threads), addresses, size * len(names))
@@ -174,7 +176,7 @@ def check_warp(threads: Threads, instruction: Instruction) -> None:
 
 
 def fail(threads: Threads, instruction: Instruction) -> None:
-    raise Fault("the kernel traps")
+    raise KernelError("the kernel traps")
 
 
 HANDLERS: dict[str, Handler] = {

@@ -1,0 +1,102 @@
+"""The kernels' own tests pass as Triton compiles the kernels for GPUs, and mutants of that code are noticed.
+
+This is no test on a GPU. It executes PTX, which a driver would translate further, in one possible order.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = (75, 86, 90, 120)
+FILES = {
+    "attention": ["paged_decode"],
+    "quantised": ["quantised", "host_tiles"],
+    "experts": ["experts"],
+    "others": ["elementwise", "rope_append", "row_copy", "recurrent"],
+}
+KERNELS = {
+    "attention": {"_attend", "attend_plain", "_merge"},
+    "quantised": {
+        "_round",
+        "_multiply_integers",
+        "_multiply_plain",
+        "_multiply_tiles",
+        "_dequantise",
+        "_unpack",
+    },
+    "experts": {"_choose", "_find_blocks", "_multiply_blocks", "_multiply_integers", "_gated", "_add_up"},
+    "others": {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_scan", "_convolve"},
+}
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> str:
+    """Run Python in its own process, because Triton runs its interpreter in this one."""
+    compiles = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": os.environ.get("PTX_CACHE") or str(folder)}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | compiles | {"PYTHONPATH": str(ROOT / "tests" / "support")} | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr[-5_000:]
+    return result.stdout
+
+
+@pytest.mark.sample(0)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("group", FILES)
+@pytest.mark.parametrize("capability", GPUS)
+def test_compiled_kernels_pass_their_tests(group: str, capability: int, tmp_path: Path) -> None:
+    files = [f"tests/kernels/test_{name}.py" for name in FILES[group]]
+    output = run(
+        tmp_path,
+        *(
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-q",
+            "-p",
+            "ptx.plugin",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=0",
+            *files,
+        ),
+        PTX_CAPABILITY=str(capability),
+    )
+    (line,) = (each for each in output.splitlines() if each.startswith("launches: "))
+    launches = json.loads(line.removeprefix("launches: "))
+    assert launches.keys() >= KERNELS[group] - ({"_multiply_tiles"} if capability < 80 else set())
+
+
+def mutants(folder: Path, capability: int, case: str) -> list[dict[str, str | None]]:
+    output = run(folder, "-m", "ptx.mutants", str(capability), case)
+    unchanged, *others = (json.loads(line) for line in output.splitlines())
+    assert unchanged["noticed"] is None, unchanged
+    return others
+
+
+def test_mutants_of_the_norm_are_noticed(tmp_path: Path) -> None:
+    found = mutants(tmp_path, 86, "norm")
+    assert [each["instruction"] for each in found].count("bar.sync 0") >= 2
+    assert [each for each in found if each["noticed"] is None] == []
+
+
+@pytest.mark.sample(0)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", ["attention", "tiles"])
+def test_most_mutants_are_noticed(case: str, tmp_path: Path) -> None:
+    """Some change no result: softmax may subtract any head's maximum, and some barriers order nothing."""
+    found = mutants(tmp_path, 86, case)
+    waits = [each for each in found if "wait_group" in str(each["instruction"])]
+    assert len(waits) >= 2
+    unnoticed = [each for each in found if each["noticed"] is None]
+    assert len(unnoticed) <= len(found) // 10, unnoticed
