@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+SUPPORT = FOLDER.parent / "support"
 GPUS = (75, 86, 90, 120)
-FILES = {
-    "attention": ["paged_decode"],
-    "quantised": ["quantised", "host_tiles"],
-    "experts": ["experts"],
-    "others": ["elementwise", "rope_append", "row_copy", "recurrent"],
+# name → arguments of pytest, and the kernels that it launches, at least.
+GROUPS: dict[str, tuple[list[str], set[str]]] = {
+    "attention": (["test_paged_decode.py"], {"_attend", "attend_plain", "_merge"}),
+    "products": (
+        ["test_quantised.py", "test_host_tiles.py"],
+        {"_round", "_multiply_integers", "_multiply_plain", "_multiply_tiles", "_dequantise", "_unpack"},
+    ),
+    "types": (["test_quantised.py", "--all", "-k", "integers-2"], {"_round", "_multiply_integers"}),
+    "experts": (
+        ["test_experts.py"],
+        {"_choose", "_find_blocks", "_multiply_blocks", "_multiply_integers", "_gated", "_add_up"},
+    ),
+    "others": (
+        ["test_elementwise.py", "test_rope_append.py", "test_row_copy.py", "test_recurrent.py"],
+        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_scan", "_convolve"},
+    ),
 }
-KERNELS = {
-    "attention": {"_attend", "attend_plain", "_merge"},
-    "quantised": {
-        "_round",
-        "_multiply_integers",
-        "_multiply_plain",
-        "_multiply_tiles",
-        "_dequantise",
-        "_unpack",
-    },
-    "experts": {"_choose", "_find_blocks", "_multiply_blocks", "_multiply_integers", "_gated", "_add_up"},
-    "others": {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_scan", "_convolve"},
-}
+PYTEST = "-m pytest -n 0 -q -p ptx.plugin -p no:cacheprovider --timeout=0".split()
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
@@ -39,8 +39,8 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
     compiles = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": os.environ.get("PTX_CACHE") or str(folder)}
     result = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | compiles | {"PYTHONPATH": str(ROOT / "tests" / "support")} | environment,
-        cwd=ROOT,
+        env=os.environ | compiles | {"PYTHONPATH": str(SUPPORT)} | environment,
+        cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
         check=False,
@@ -51,30 +51,15 @@ def run(folder: Path, *arguments: str, **environment: str) -> str:
 
 @pytest.mark.sample(0)
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("group", FILES)
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("capability", GPUS)
 def test_compiled_kernels_pass_their_tests(group: str, capability: int, tmp_path: Path) -> None:
-    files = [f"tests/kernels/test_{name}.py" for name in FILES[group]]
-    output = run(
-        tmp_path,
-        *(
-            "-m",
-            "pytest",
-            "-n",
-            "0",
-            "-q",
-            "-p",
-            "ptx.plugin",
-            "-p",
-            "no:cacheprovider",
-            "--timeout=0",
-            *files,
-        ),
-        PTX_CAPABILITY=str(capability),
-    )
+    chosen, kernels = GROUPS[group]
+    arguments = [str(FOLDER / each) if each.endswith(".py") else each for each in chosen]
+    output = run(tmp_path, *PYTEST, *arguments, PTX_CAPABILITY=str(capability))
     (line,) = (each for each in output.splitlines() if each.startswith("launches: "))
     launches = json.loads(line.removeprefix("launches: "))
-    assert launches.keys() >= KERNELS[group] - ({"_multiply_tiles"} if capability < 80 else set())
+    assert launches.keys() >= kernels - ({"_multiply_tiles"} if capability < 80 else set())
 
 
 def mutants(folder: Path, capability: int, case: str) -> list[dict[str, str | None]]:

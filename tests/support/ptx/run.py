@@ -76,7 +76,7 @@ class _Blocks:
 def _run_some(threads: Threads, blocks: _Blocks, random: np.random.Generator) -> None:
     """Execute programs to their ends.
 
-    A random half of the warps runs first between two barriers. The threads that are least far in the code execute.
+    A random half of the warps runs first between two barriers. Threads that are behind others execute first.
     """
     count = threads.count
     place, ended, waiting = np.zeros(count, np.int64), np.zeros(count, bool), np.zeros(count, bool)
