@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
         {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_scan", "_convolve"},
     ),
 }
-PYTEST = "-m pytest -n 0 -q -p ptx.plugin -p no:cacheprovider --timeout=0".split()
+PYTEST = ["-m", "pytest", "-n", "0", "-q", "-p", "ptx.plugin", "-p", "no:cacheprovider", "--timeout=0"]
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
