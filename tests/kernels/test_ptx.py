@@ -16,7 +16,7 @@ SUPPORT = FOLDER.parent / "support"
 GPUS = (75, 86, 90, 120)
 # name → arguments of pytest, and the kernels that it launches, at least.
 GROUPS: dict[str, tuple[list[str], set[str]]] = {
-    "attention": (["test_paged_decode.py"], {"_attend", "attend_plain", "_merge"}),
+    "attention": (["test_paged_decode.py", "test_device_layer.py"], {"_attend", "attend_plain", "_merge"}),
     "products": (
         ["test_quantised.py", "test_host_tiles.py"],
         {"_round", "_multiply_integers", "_multiply_plain", "_multiply_tiles", "_dequantise", "_unpack"},
@@ -25,6 +25,10 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
     "experts": (
         ["test_experts.py"],
         {"_choose", "_find_blocks", "_multiply_blocks", "_multiply_integers", "_gated", "_add_up"},
+    ),
+    "iterations": (
+        ["../support/ptx/iterations.py"],
+        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_attend"},
     ),
     "others": (
         ["test_elementwise.py", "test_rope_append.py", "test_row_copy.py", "test_recurrent.py"],
