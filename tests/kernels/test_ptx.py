@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "iterations": (
         ["../support/ptx/iterations.py"],
-        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_attend"},
+        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows"},
     ),
     "others": (
         ["test_elementwise.py", "test_rope_append.py", "test_row_copy.py", "test_recurrent.py"],

@@ -1,8 +1,10 @@
-"""Tests of whole iterations with compiled kernels, for `plugin`: the next tokens are those of a plain computation.
+"""Tests of whole iterations, for `plugin`: compiled kernels give the tokens of a plain computation.
 
 Prompts in chunks, decodes and moves between device and host memory run as on a GPU, on CPU threads. Norm,
 activation, rotation, copies of rows and decode attention of the device's requests are compiled kernels.
 """
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def check(model: Decoder, seed: int, tolerance: float) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> object:
+def _compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_layer, "num_sms", lambda device: 4)
     with kernels_on("triton"):
         yield
