@@ -197,15 +197,15 @@ def test_numbers_below_the_normal_ones_are_flushed_on_request() -> None:
 
 @pytest.mark.parametrize("kind", ["f16x2", "bf16x2", "f32x2"])
 def test_packed_numbers_are_computed_one_by_one(kind: str) -> None:
-    x, y, z = (np.stack([floats(), floats()], 1) for _ in range(3))
+    numbers = [np.stack([floats(), floats()], 1) for _ in range(3)]
     dtype = {"f16x2": torch.float16, "bf16x2": torch.bfloat16, "f32x2": torch.float32}[kind]
-    x, y, z = (torch.from_numpy(each).to(dtype) for each in (x, y, z))
+    x, y, z = (torch.from_numpy(each).to(dtype) for each in numbers)
     raw = f"u{2 * dtype.itemsize}"
     views = [each.view(torch.uint8).numpy().view(raw)[:, 0] for each in (x, y, z)]
     found = computed(f"fma.rn.{kind} {{d}}, {{0}}, {{1}}, {{2}}", *views, result=raw)
     wanted = (x.double() * y.double() + z.double()).to(dtype)
-    numbers = torch.from_numpy(found.view(np.uint8).copy()).view(dtype).view(-1, 2)
-    torch.testing.assert_close(numbers, wanted, rtol=0, atol=0, equal_nan=True)
+    pairs = torch.from_numpy(found.view(np.uint8).copy()).view(dtype).view(-1, 2)
+    torch.testing.assert_close(pairs, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,20 @@ def _quotient(x: Array, y: Array) -> Array:
 
 
 def _remainder(x: Array, y: Array) -> Array:
-    return np.fmod(x, np.where(y == 0, 1, y)).astype(x.dtype)
+    found: Array = np.fmod(x, np.where(y == 0, 1, y)).astype(x.dtype)
+    return found
 
 
 def _shifted_left(x: Array, by: Array) -> Array:
     bits = 8 * x.itemsize
-    return np.where(by < bits, x << np.minimum(by, bits - 1).astype(x.dtype), x.dtype.type(0))
+    shifted: Array = x << np.minimum(by, bits - 1).astype(x.dtype)
+    return np.where(by < bits, shifted, np.zeros_like(shifted))
 
 
 def _shifted_right(x: Array, by: Array) -> Array:
     bits = 8 * x.itemsize
-    shifted = x >> np.minimum(by, bits - 1).astype(x.dtype)
-    return shifted if x.dtype.kind == "i" else np.where(by < bits, shifted, x.dtype.type(0))
+    shifted: Array = x >> np.minimum(by, bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(by < bits, shifted, np.zeros_like(shifted))
 
 
 def _field(x: Array, first: Array, length: Array) -> Array:
@@ -53,7 +55,8 @@ def _field(x: Array, first: Array, length: Array) -> Array:
     if x.dtype.kind == "i":
         sign = np.int64(1) << np.maximum(length - 1, 0)
         found = (found ^ sign) - sign
-    return found.astype(x.dtype)
+    cut: Array = found.astype(x.dtype)
+    return cut
 
 
 def _permuted(x: Array, y: Array, selectors: Array) -> Array:
@@ -80,7 +83,13 @@ def _any_of_three(x: Array, y: Array, z: Array, table: Array) -> Array:
 def _funnel(low: Array, high: Array, by: Array, direction: str) -> Array:
     both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     by = by.astype(np.uint64) & np.uint64(31)
-    return ((both << by) >> np.uint64(32) if direction == "l" else both >> by).astype(np.uint32)
+    found: Array = ((both << by) >> np.uint64(32) if direction == "l" else both >> by).astype(np.uint32)
+    return found
+
+
+def _selected(x: Array, y: Array, condition: Array) -> Array:
+    found: Array = np.where(condition, x, y)
+    return found
 
 
 def _unordered(x: Array, y: Array) -> Array:
@@ -123,7 +132,7 @@ MIXED: dict[str, tuple[Callable[..., Array], tuple[str | None, ...]]] = {
     "lop3": (_any_of_three, ("b32", "b32", "b32", "u32")),
     "shf.l.wrap": (lambda low, high, by: _funnel(low, high, by, "l"), ("u32", "u32", "u32")),
     "shf.r.wrap": (lambda low, high, by: _funnel(low, high, by, "r"), ("u32", "u32", "u32")),
-    "selp": (lambda x, y, condition: np.where(condition, x, y), (None, None, "pred")),
+    "selp": (_selected, (None, None, "pred")),
 }
 
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {

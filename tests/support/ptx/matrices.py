@@ -7,7 +7,7 @@ import numpy as np
 
 from .memory import check_alignment
 from .numbers import FORMATS, Array
-from .parse import Instruction
+from .parse import Instruction, Operand
 from .threads import WARP, Handler, Threads
 from .transfers import _listed
 
@@ -15,7 +15,7 @@ ROW, QUARTER = np.divmod(np.arange(WARP), 4)
 
 
 def _rows(
-    threads: Threads, instruction: Instruction, operand: object, count: int
+    threads: Threads, instruction: Instruction, operand: Operand, count: int
 ) -> tuple[Array, Array, Array]:
     """Return warps, and the rows' programs and addresses in shared memory, [warps, matrices, 8].
 

@@ -162,7 +162,8 @@ class SharedMemory:
 
     def _others(self, marks: Array, places: Array, warps: Array) -> Array:
         """Return where warps other than the own one left a mark."""
-        return (marks[places] & ~(np.uint32(1) << warps.astype(np.uint32))[:, None]) != 0
+        found: Array = (marks[places] & ~(np.uint32(1) << warps.astype(np.uint32))[:, None]) != 0
+        return found
 
     def _mark(self, marks: Array, places: Array, warps: Array) -> None:
         for warp in range(self._num_warps):

@@ -23,24 +23,25 @@ class Copy(NamedTuple):
 
 
 def _listed(operand: Operand) -> tuple[str, ...]:
-    return operand if isinstance(operand, tuple) else (str(operand),)
+    assert not isinstance(operand, Address), operand
+    return (operand,) if isinstance(operand, str) else operand
 
 
 def move(threads: Threads, instruction: Instruction) -> None:
     """Copy a register, or compose it from parts, or take it apart; the first part is the lowest."""
     _, kind = instruction.parts
-    into, source = instruction.operands
-    if isinstance(source, tuple):
+    into, source = (_listed(each) for each in instruction.operands)
+    if len(source) > 1:
         part = FORMATS[kind].bits // len(source)
         bits = np.stack([threads.every(each, f"b{part}") for each in source], 1)
-        threads.write_raw(into, bits.view(f"u{FORMATS[kind].bits // 8}")[:, 0])
-    elif isinstance(into, tuple):
+        threads.write_raw(into[0], bits.view(f"u{FORMATS[kind].bits // 8}")[:, 0])
+    elif len(into) > 1:
         part = FORMATS[kind].bits // len(into)
-        parts = threads.every(source, kind).view(f"u{part // 8}").reshape(-1, len(into)).copy()
+        parts = threads.every(source[0], kind).view(f"u{part // 8}").reshape(-1, len(into)).copy()
         for place, name in enumerate(into):
             threads.write_raw(name, parts[:, place])
     else:
-        threads.write_raw(into, threads.raw(source, kind))
+        threads.write_raw(into[0], threads.raw(source[0], kind))
 
 
 def load(threads: Threads, instruction: Instruction) -> None:
@@ -164,7 +165,7 @@ def reduce(threads: Threads, instruction: Instruction) -> None:
     into, source, members = instruction.operands
     warps = threads.whole_warps()
     assert (threads.raw(members, "b32") == 0xFFFFFFFF).all(), "a reduction of some lanes"
-    names = {"add": np.add, "min": np.minimum, "max": np.maximum}
+    names: dict[str, np.ufunc] = {"add": np.add, "min": np.minimum, "max": np.maximum}
     names |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
     numbers = FORMATS[kind].numbers(threads.by_warp(source, warps))
     found = names[how].reduce(numbers, axis=1, dtype=numbers.dtype, keepdims=True)
