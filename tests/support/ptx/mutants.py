@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from paged_case import make_case
@@ -117,6 +118,10 @@ def noticed(run: Callable[[], tuple[Tensor, Tensor]]) -> str | None:
     return None if wrong < ENOUGH else f"a relative error of {wrong:.1g}"
 
 
+def _put(changed: Kernel, kernel: Kernel) -> Kernel:
+    return changed if kernel.name == changed.name else kernel
+
+
 def main(capability: int, case: str, seed: int = 0) -> None:
     gpu = ImitatedGPU(capability, seed)
     gpu.install()
@@ -132,7 +137,7 @@ def main(capability: int, case: str, seed: int = 0) -> None:
         for place, mutant in mutants_of(kernel, executed[name]):
             code = [*kernel.code[:place], mutant, *kernel.code[place + 1 :]]
             changed = replace(kernel, code=code)
-            gpu.change = lambda other, name=name, changed=changed: changed if other.name == name else other
+            gpu.change = partial(_put, changed)
             line = {"kernel": name, "instruction": str(kernel.code[place]), "noticed": noticed(CASES[case])}
             print(json.dumps(line), flush=True)
 
