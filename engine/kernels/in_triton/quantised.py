@@ -204,7 +204,7 @@ def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
         ROWS,
         COUNT=most,
         STEP=step,
-        IS_INTERPRETED=product.out.device.type == "cpu",
+        IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
         num_warps=num_warps,
     )
 
