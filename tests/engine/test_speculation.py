@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from cost_models import machine
-from drafters import Informed, OftenRight
+from drafters import Informed, OftenRight, OftenRightModel
 from engine_fakes import FakeExecutor, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +21,10 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.schedule.draft_rows import MAX_WIDTH
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from neo_desktop.engine.schedule.speculation import MAX_WIDTH, Speculation
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 
 JSON = grammars.from_json_schema(
@@ -139,10 +140,15 @@ def test_a_predicted_output_is_drafted_and_counted(model: Path) -> None:
     assert len(outputs) < 30
 
 
-def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
-    """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms."""
+def virtual_ms(share: float | None, count: int, row_ms: float, model: OftenRightModel | None = None) -> float:
+    """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms.
+
+    Args:
+        share: of right tokens of a drafter that takes no time; None: there is none.
+    """
     kv = KVCache({KVTier.DEVICE: 4000}, 4)
-    speculation = None if share is None else Speculation(OftenRight(share), None, 64)
+    drafter = None if share is None else OftenRight(share)
+    speculation = None if drafter is None and model is None else Speculation(drafter, None, 64, model)
     scheduler = Scheduler(kv, POLICIES["gpu-only"], SchedulerLimits(256, 64), speculation=speculation)
     requests = [make_request(str(i), [1, 2, i], SamplingParams(max_tokens=200)) for i in range(count)]
     executor, ms = FakeExecutor(4, 256), 0.0
@@ -154,7 +160,7 @@ def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
         ms += total_ms
     for request in requests:
         assert request.token_ids[3:] == reference_output(request, 200)
-    return ms
+    return ms + (0.0 if model is None else model.spent_ms)
 
 
 @pytest.mark.parametrize("row_ms", [0.1, 1.0, 4.0])
@@ -168,6 +174,19 @@ def test_drafts_save_time_where_they_are_right_and_rows_are_cheap_and_cost_littl
     if count == 1 and row_ms == 0.1:
         assert by_share[1.0] < without / 4
         assert by_share[0.6] < without / 1.7
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("step_ms", [0.4, 2.0, 9.0])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_model_drafts_where_that_pays_and_costs_little_elsewhere(
+    count: int, step_ms: float, share: float
+) -> None:
+    without = virtual_ms(None, count, 0.1)
+    assert virtual_ms(None, count, 0.1, OftenRightModel(share, step_ms)) < 1.05 * without
+    assert virtual_ms(0.9, count, 0.1, OftenRightModel(share, step_ms)) < 1.05 * virtual_ms(0.9, count, 0.1)
+    if share == 1.0 and step_ms == 0.4:
+        assert virtual_ms(None, count, 0.1, OftenRightModel(share, step_ms)) < without / 2.5
 
 
 @given(
