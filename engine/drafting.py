@@ -18,13 +18,14 @@ from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, load, open_model
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory, MemoryCaps
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
-from neo_desktop.engine.speculate.draft_model import TIER, DraftModel
+from neo_desktop.engine.speculate.draft_model import DraftModel
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
@@ -132,11 +133,11 @@ class Drafting:
         pool = _pool(loaded, options)
         max_tokens = MAX_BATCH_TOKENS[device.type]
         self._executor = executor = build_executor(
-            decoder, KVStorage({TIER: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
+            decoder, KVStorage({KVTier.DEVICE: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
         )
         self.drafter = DraftModel(
             executor.execute,
-            KVCache({TIER: pool.num_blocks}, BLOCK_SIZE),
+            KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
             max_context_tokens=config.max_context_tokens,
             own_vocab_size=config.vocab_size,
             vocab_size=vocab_size,
@@ -158,7 +159,7 @@ def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
     num_blocks = BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
     with loaded.streams.on_device():
-        pool = make_pool(TIER, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
+        pool = make_pool(KVTier.DEVICE, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
         for part in pool.parts:
             part.zero_()
     return pool

@@ -16,14 +16,12 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.speculate.relative_times import rounded_size
 
 logger = logging.getLogger(__name__)
 
-TIER = KVTier.DEVICE  # of the draft model's own device
 GREEDY = SamplingParams(temperature=0.0)
 READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 SMOOTHING, SHORTENING = 0.1, 0.5  # weight of a longer, or shorter, new time: other programs only delay
@@ -57,7 +55,7 @@ class DraftModel:
 
     Args:
         execute: carries out a plan of the draft model.
-        kv: block counts of its KV, all in `TIER`.
+        kv: block counts of its KV, in one tier.
         max_context_tokens: of the draft model.
         own_vocab_size: tokens that the draft model knows.
         vocab_size: tokens that the large model knows.
@@ -81,6 +79,7 @@ class DraftModel:
         self.most_requests = most_requests
         self._execute: Callable[[IterationPlan], IterationResult] | None = execute
         self._kv = kv
+        (self._tier,) = kv.tiers
         self._max_context_tokens = max_context_tokens
         self._own_vocab_size = own_vocab_size
         self._vocab_size = vocab_size
@@ -180,15 +179,17 @@ class DraftModel:
         context.token_ids.extend(token_ids)
         sampling = SamplingInput(GREEDY, 0, 0, len(context.token_ids), NO_TOKENS, NO_TOKENS)
         table = self._kv.block_table(name)
-        return ScheduledSequence(name, tuple(token_ids), start, TIER, table, sampling if is_last else None)
+        return ScheduledSequence(
+            name, tuple(token_ids), start, self._tier, table, sampling if is_last else None
+        )
 
     def _context_of(self, request: Request, width: int) -> _Context | None:
         """Return the context with the KV that is right, and room for a draft; None: no room."""
         name, tokens = request.request_id, request.token_ids
         num_tokens = len(tokens) + width - 1  # the last drafted token needs no KV
-        if num_tokens > min(self._max_context_tokens, self._kv.capacity_tokens(TIER)):
+        if num_tokens > min(self._max_context_tokens, self._kv.capacity_tokens(self._tier)):
             return None
-        if name not in self._contexts and self._kv.admit(name, num_tokens, (), TIER) is not None:
+        if name not in self._contexts and self._kv.admit(name, num_tokens, (), self._tier) is not None:
             self._contexts[name] = _Context(request, request.num_preemptions)
         if name not in self._contexts or not self._kv.extend(name, num_tokens):
             return None
@@ -210,7 +211,7 @@ class DraftModel:
             if request.request_id not in self._contexts
         )
         for name in [name for name in self._contexts if name not in asked]:
-            if self._kv.num_free_blocks(TIER) >= needed:
+            if self._kv.num_free_blocks(self._tier) >= needed:
                 break
             self._free([name])
 
@@ -237,15 +238,17 @@ class DraftModel:
 
     def _measure(self) -> None:
         """Measure the times of one request: the shortest of some, as the first one compiles."""
-        num_tokens = min(self._max_tokens, self._max_context_tokens, self._kv.capacity_tokens(TIER)) // 2
-        if self._kv.admit(WARM_UP, num_tokens + 1, (), TIER) is None:
+        num_tokens = (
+            min(self._max_tokens, self._max_context_tokens, self._kv.capacity_tokens(self._tier)) // 2
+        )
+        if self._kv.admit(WARM_UP, num_tokens + 1, (), self._tier) is None:
             raise MemoryError("the draft model's KV has no room for a request")
         table = self._kv.block_table(WARM_UP)
         sampling = SamplingInput(GREEDY, 0, 0, 1, NO_TOKENS, NO_TOKENS)
         times: dict[int, float] = {}
         for count in (num_tokens, num_tokens, 1, 1, 1, 1, 1):
             started = time.perf_counter()
-            self._run([ScheduledSequence(WARM_UP, (0,) * count, 0, TIER, table, sampling)])
+            self._run([ScheduledSequence(WARM_UP, (0,) * count, 0, self._tier, table, sampling)])
             times[count] = min(1e3 * (time.perf_counter() - started), times.get(count, inf))
         self._step_ms[1] = times[1]
         self._token_ms = max(times[num_tokens] - times[1], 0.0) / max(num_tokens - 1, 1)

@@ -15,10 +15,11 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.setup import set_up
-from neo_desktop.engine.speculate.draft_model import TIER, DraftModel
+from neo_desktop.engine.speculate.draft_model import DraftModel
 from neo_desktop.models.json_file import ModelError
 
 COST = machine(cpu_token_ms=1e-6, offload_ms=0.0, token_ms=1e-6)
@@ -29,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 def draft_model(num_blocks: int = 40, **changes: Any) -> tuple[DraftModel, KVCache]:
     """Return a draft model whose "model" is the fake one: its tokens depend on all KV."""
-    kv = KVCache({TIER: num_blocks}, BLOCK_SIZE)
+    kv = KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
     sizes = {"max_context_tokens": 90, "own_vocab_size": 100, "vocab_size": 100}
     executor = FakeExecutor(BLOCK_SIZE, MAX_TOKENS)
     limits = {"max_tokens": MAX_TOKENS, "most_requests": 4}
@@ -85,10 +86,10 @@ def test_a_long_prompt_is_caught_up_in_parts_and_its_kv_is_given_back() -> None:
     request = make_request("r", [1, 2, 3] * 20, SamplingParams(max_tokens=20))
     drafts = [model.draft_all([request], 4)[0] for _ in range(4)]
     assert [len(draft) for draft in drafts] == [0, 0, 4, 4]
-    assert kv.num_used_blocks(TIER) > 0
+    assert kv.num_used_blocks(KVTier.DEVICE) > 0
     request.num_preemptions += 1
     model.draft_all([], 4)
-    assert kv.num_used_blocks(TIER) == 0
+    assert kv.num_used_blocks(KVTier.DEVICE) == 0
 
 
 def test_unknown_tokens_long_contexts_and_failures_give_no_draft() -> None:
@@ -150,7 +151,7 @@ def test_answers_are_the_same_with_a_draft_model(
         answers = engine.generate(PROMPTS, PARAMS)
         speculative = engine.stats().speculative
         speculation._model.draft_all([], 1)
-        assert speculation._model._kv.num_used_blocks(TIER) == 0
+        assert speculation._model._kv.num_used_blocks(KVTier.DEVICE) == 0
     assert tokens_of(answers) == models.answers
     assert speculative is not None
     assert speculative.num_drafted_tokens > 20
@@ -169,7 +170,7 @@ def test_the_memory_of_a_draft_model_is_counted(models: SimpleNamespace) -> None
         kv = drafter._kv
         small, large = 1, 3  # layers, of the same size
         lost = sum(without.values()) - sum(parts.num_blocks.values())
-        taken = kv.size(TIER).most * small / large
+        taken = kv.size(KVTier.DEVICE).most * small / large
         assert taken <= lost <= taken + 4  # blocks of host memory come in fours
 
 
