@@ -68,10 +68,6 @@ class Drafting:
         self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan | None:
         """Load the draft model, and plan the placement of the model's weights beside it: a `Planner`."""
-        if config.state_bytes:
-            raise ModelError(
-                "the model has recurrent layers, whose states cannot follow drafts: leave draft_model out."
-            )
         plan = partial(plan_memory, config, form, dtype, device, rates=partial(measured_rates, device, dtype))
         if device.type == "cuda":
             free = FreeMemory.now(device)

@@ -10,6 +10,7 @@ from neo_desktop.engine.batch import (
     IterationPlan,
     IterationResult,
     ScheduledSequence,
+    StateSlots,
     SubBatch,
 )
 from neo_desktop.engine.kv.states import StateCache
@@ -102,10 +103,16 @@ def plan_of(
             first = sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
             yield first
             if rows := decision.drafts.get(request.request_id, ()):
+                every: Sequence[StateSlots | None] = [None] * len(rows)
+                if (states := queues.kv.states) is not None:
+                    every = states.plan_draft(request.request_id, len(rows))
+                    rows = rows[: len(every)]
                 scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
-                for start, (token_id, sampling) in enumerate(rows, first.start + 1):
+                for start, ((token_id, sampling), slots) in enumerate(
+                    zip(rows, every, strict=True), first.start + 1
+                ):
                     draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
-                    yield draft._replace(is_draft=True)
+                    yield draft._replace(is_draft=True, states=slots)
 
     def async_groups() -> Iterator[AsyncGroup]:
         """Yield the decodes that advance by a layer, grouped by the linear stage that they join."""

@@ -218,7 +218,7 @@ class Scheduler(Generic[R]):
                 self.remove(request)
                 gained.append(request)
                 continue
-            context_len = sequence.context_len
+            context_len, num_tokens = sequence.context_len, 1
             if sequence.sampling is not None:
                 num_tokens = scheduled.append_tokens(result)
                 context_len += num_tokens - 1
@@ -237,7 +237,7 @@ class Scheduler(Generic[R]):
             is_kept = request.num_preemptions == num_preemptions
             if is_kept and (states := self._kv.states) is not None:
                 hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
-                states.settle(request.request_id, hashes, sequence.start, count)
+                states.settle(request.request_id, hashes, sequence.start, count, num_tokens - 1)
             is_there = is_kept and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), context_len)

@@ -7,8 +7,7 @@ token is kept while it equals the token chosen before it. KV of the other rows i
 Requests without drafts:
 
 - chunks of prompts, async decodes (see `AsyncGroups`), and requests for hidden states;
-- requests that switched it off;
-- models with recurrent layers (`Speculation.of`).
+- requests that switched it off.
 
 Drafts of a `ModelDrafter` take time. It is asked where they raise the predicted rate in spite of that, and
 now and then to measure its acceptance.
@@ -22,7 +21,6 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, iteration_ms, predict
 from neo_desktop.engine.request import Request
@@ -111,18 +109,16 @@ class Speculation:
     def of(
         cls,
         sources: str,
-        kv_cache: KVCache,
         cost: TableCostModel | None,
         max_rows: int,
         model: ModelDrafter | None = None,
     ) -> "Speculation | None":
-        """Return an engine's speculation; None: the engine cannot or shall not speculate.
+        """Return an engine's speculation; None: the engine shall not speculate.
 
         Args:
             sources: the option `speculate`.
         """
-        # The states of recurrent layers would have to be kept after every row of a draft.
-        if sources == "off" or kv_cache.states is not None:
+        if sources == "off":
             return None
         return cls(None if sources == "draft" else NgramDrafter(), cost, max_rows, model)
 
