@@ -1,5 +1,7 @@
 """Drafts change no token: with any policy, cache, setting and drafter."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,6 +16,7 @@ from drafters import Informed, OftenRight, OftenRightModel
 from engine_fakes import FakeExecutor, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import grammar as grammars
@@ -21,10 +24,12 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.draft_rows import MAX_WIDTH
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.schedule.speculation import Speculation
+from neo_desktop.engine.speculate.drafter import Draft
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 
 JSON = grammars.from_json_schema(
@@ -138,6 +143,52 @@ def test_a_predicted_output_is_drafted_and_counted(model: Path) -> None:
     assert 30 < last.num_accepted_predicted < 60
     assert last.num_rejected_predicted <= MAX_WIDTH
     assert len(outputs) < 30
+
+
+class Guesses:
+    """Drafts tokens that may well come next, one as likely as the other; notes how many it drafts."""
+
+    expected = (0.9,)
+
+    def __init__(self, likely: Mapping[tuple[int, ...], Sequence[int]], num_prompt_tokens: int) -> None:
+        self._likely, self._first, self._random = likely, num_prompt_tokens, Random(0)
+
+    def draft(self, request: Request, most: int) -> Draft:
+        known, drafted = tuple(request.token_ids[self._first :]), ()
+        for _ in range(most):
+            drafted += (self._random.choice(self._likely[known + drafted]),)
+        return Draft(drafted)
+
+
+def test_sampled_answers_have_the_models_own_distribution(model: Path) -> None:
+    """Chi-square of all answers of three tokens out of the four most probable ones, drafted and verified."""
+    count, top, temperature, prompt = 512, 4, 4.0, [5, 6, 7, 8]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    likely: dict[tuple[int, ...], list[int]] = {}
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(3):
+        for answer in [each for each in chances if len(each) == length]:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+            best, tokens = (logits / temperature).topk(top)
+            likely[answer] = tokens.tolist()
+            for token, share in zip(likely[answer], best.softmax(0).tolist(), strict=True):
+                chances[*answer, token] = chances[answer] * share
+    params = SamplingParams(max_tokens=3, temperature=temperature, top_k=top, n=128, ignore_eos=True)
+    options: dict[str, Any] = {"device": "cpu", "policy": "gpu-only", "max_batch_requests": 6}
+    with Engine.from_pretrained(model, cost_model=COST, **options) as engine:
+        engine._scheduler._speculation = Speculation(Guesses(likely, len(prompt)), COST, 256)
+        asked = [replace(params, seed=seed) for seed in range(count // params.n)]
+        answers = Counter(each.token_ids for each in engine.generate([prompt] * len(asked), asked))
+        speculative = engine.stats().speculative
+    assert speculative is not None
+    assert count / 8 < speculative.num_accepted_tokens < speculative.num_drafted_tokens
+    expected = {answer: count * chance for answer, chance in chances.items() if len(answer) == 3}
+    assert answers.keys() <= expected.keys()
+    statistic = sum((answers[answer] - mean) ** 2 / mean for answer, mean in expected.items())
+    free = len(expected) - 1
+    assert free == top**3 - 1
+    assert abs(statistic - free) < 4 * (2 * free) ** 0.5  # its mean and four standard deviations
 
 
 def virtual_ms(share: float | None, count: int, row_ms: float, model: OftenRightModel | None = None) -> float:
