@@ -13,7 +13,6 @@ Drafts of a `ModelDrafter` take time. It is asked where they raise the predicted
 now and then to measure its acceptance.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -22,11 +21,12 @@ from weakref import WeakKeyDictionary
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import IterationShape, iteration_ms, predict
+from neo_desktop.engine.predict.estimate import IterationShape, predict
 from neo_desktop.engine.request import Request
+from neo_desktop.engine.schedule.draft_rates import READING_ROWS, TRIED_ROWS, WORTHWHILE, DraftRates
 from neo_desktop.engine.schedule.draft_rows import (
     Candidate,
-    able_requests,
+    candidates_of,
     decodes_of,
     most_tokens,
     num_tokens_of,
@@ -37,18 +37,13 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
 from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
-from neo_desktop.engine.speculate.relative_times import RelativeTimes, rounded_size
 from neo_desktop.engine.stats import SpeculationStats
 
-WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
-TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
-LEAST_ROW = 0.005  # least time of a row, relative to an iteration
 # Beside this many requests, no drafts are made in the next iterations after none was worthwhile: a search per
 # request takes time.
 MANY, PAUSE = 8, 4
 TRIED_SHARE = 0.01  # most of the time that drafts of a model take to measure its acceptance alone
-READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
 @dataclass(slots=True)
@@ -93,7 +88,7 @@ class Speculation:
         expected = [] if drafter is None else list(drafter.expected)
         self._model_kind = len(expected)  # kind of the model's drafts, after those of the drafter
         self._acceptance = Acceptance([*expected, 0.0 if model is None else model.expected], SMOOTHING_OF_ALL)
-        self._times = RelativeTimes()
+        self._rates = DraftRates(cost)
         self._is_timed = True  # False: iterations have no measured times
         self._guesses: dict[int, float] = {}  # decodes -> relative time of `TRIED_ROWS` rows
         self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
@@ -145,7 +140,7 @@ class Speculation:
         num_decodes = num_tokens_of(shape)
         num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_decodes)
         drafts = {}
-        able = able_requests(decision, queues)
+        able = candidates_of(decision, queues, _is_able)
         for candidate, most in self._widths(able, shape, num_free):
             request = candidate.request
             width = with_blocks(request, queues, most)
@@ -157,7 +152,7 @@ class Speculation:
         whole = decision.shape._replace(batches=tuple(batches))
         if num_decodes and not whole.async_decodes and not any(batch.prefill_ms for batch in batches):
             plain_ms = decision.predicted.total_ms or float(READING_ROWS + num_decodes)
-            guess = self._guess(shape, decodes_of(whole)) if drafts else 1.0
+            guess = self._rates.guess(shape, decodes_of(whole)) if drafts else 1.0
             self._begun = _Begun(num_decodes, plain_ms, guess)
         if not drafts:
             return decision
@@ -166,7 +161,7 @@ class Speculation:
 
     def awaits_tokens(self, decision: Decision[Request], queues: RequestQueues[Request]) -> bool:
         """Return True if an iteration should wait for pending tokens, because drafts will probably pay."""
-        shape, able = decodes_of(decision.shape), able_requests(decision, queues)
+        shape, able = decodes_of(decision.shape), candidates_of(decision, queues, _is_able)
         return not self._is_known(shape) or bool(self._widths(able, shape, self._max_rows, are_known=False))
 
     def learn(self, request: Request, width: int, num_tokens: int) -> None:
@@ -201,19 +196,20 @@ class Speculation:
         if begun is None or timing is None or timing.is_first or not timing.total_ms:
             return
         num_decodes, plain_ms, guess = begun
-        self._times.learn(num_decodes, plain_ms, timing.total_ms, guess)
+        times = self._rates.times
+        times.learn(num_decodes, plain_ms, timing.total_ms, guess)
         if guess > 1.0 or model_ms:
             self._with_ms += timing.total_ms + model_ms
-            self._without_ms += plain_ms * self._times.pace(num_decodes) * self._num_gained / num_decodes
+            self._without_ms += plain_ms * times.pace(num_decodes) * self._num_gained / num_decodes
 
     def _widths(
         self,
-        able: Sequence[Candidate],
+        able: Sequence[Candidate[Request]],
         shape: IterationShape,
         num_free: int,
         *,
         are_known: bool = True,
-    ) -> list[tuple[Candidate, int]]:
+    ) -> list[tuple[Candidate[Request], int]]:
         """Return the requests that get drafts, with the number of tokens.
 
         Args:
@@ -229,7 +225,7 @@ class Speculation:
             self._num_paused -= 1
             return []
         every = [self._chances(each.request) for each in able]
-        widths, rate = self._best_rows(able, every, shape, num_free)
+        widths, rate = self._rates.best_rows(able, every, shape, num_free)
         asked, width = self._asked(able, every, widths, rate, shape, num_free)
         if width and not are_known:
             return [(able[index], width) for index in asked]
@@ -237,46 +233,15 @@ class Speculation:
             requests = [able[index].request for index in asked]
             for index, draft in zip(asked, self._drafts_of_model(requests, width), strict=True):
                 every[index] = self._noted(able[index].request, draft)
-            widths, _ = self._best_rows(able, every, shape, num_free)
+            widths, _ = self._rates.best_rows(able, every, shape, num_free)
         self._num_paused = 0 if widths else PAUSE
         return [(able[index], width) for index, width in widths.items()]
 
-    def _best_rows(
-        self,
-        able: Sequence[Candidate],
-        every: Sequence[Sequence[float]],
-        shape: IterationShape,
-        num_free: int,
-    ) -> tuple[Mapping[int, int], float]:
-        """Return the widths of the best drafts, by index of the request, and the tokens per relative time.
-
-        Args:
-            every: per request, the probabilities of its draft's tokens.
-        """
-        rows = [
-            (chance, index, row) for index, each in enumerate(every) for row, chance in enumerate(each, 1)
-        ]
-        rows.sort(key=lambda row: -row[0])  # stable: a request's rows stay in order, as their chances fall
-        num_decodes = num_tokens_of(shape)
-        count, best_rate = 0, WORTHWHILE * num_decodes
-        gained, batches = float(num_decodes), list(shape.batches)
-        for number, (chance, index, row) in enumerate(rows[:num_free], 1):
-            gained += chance
-            batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], row)
-            if rounded_size(number) != number < len(rows):
-                continue  # predictions take time
-            rate = gained / self._relative_time(shape, shape._replace(batches=tuple(batches)))
-            if rate > best_rate:
-                count, best_rate = number, rate
-            elif number >= TRIED_ROWS:
-                break  # chances fall
-        return Counter(index for _, index, _ in rows[:count]), best_rate
-
     def _is_known(self, shape: IterationShape) -> bool:
         """Return True if an iteration like this one was measured without drafts, or none ever is."""
-        return not self._is_timed or self._times.pace(num_tokens_of(shape)) > 0
+        return not self._is_timed or self._rates.times.pace(num_tokens_of(shape)) > 0
 
-    def _can_pay(self, shape: IterationShape, candidate: Candidate) -> bool:
+    def _can_pay(self, shape: IterationShape, candidate: Candidate[Request]) -> bool:
         """Return True if some more rows would pay if all their tokens were right."""
         num_decodes = num_tokens_of(shape)
         guess = self._guesses.get(num_decodes)
@@ -284,9 +249,9 @@ class Speculation:
             batches = list(shape.batches)
             for row in range(1, TRIED_ROWS + 1):
                 batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            guess = self._guess(shape, shape._replace(batches=tuple(batches)))
+            guess = self._rates.guess(shape, shape._replace(batches=tuple(batches)))
             self._guesses[num_decodes] = guess
-        time = self._times.corrected(num_decodes, guess)
+        time = self._rates.times.corrected(num_decodes, guess)
         return num_decodes + TRIED_ROWS > WORTHWHILE * num_decodes * time
 
     def _chances(self, request: Request) -> list[float]:
@@ -313,7 +278,7 @@ class Speculation:
 
     def _asked(
         self,
-        able: Sequence[Candidate],
+        able: Sequence[Candidate[Request]],
         every: Sequence[Sequence[float]],
         widths: Mapping[int, int],
         best_rate: float,
@@ -342,7 +307,7 @@ class Speculation:
         requests = [able[index].request for index in asked]
         most = min(num_free // len(asked), max(map(most_tokens, requests)))
         num_decodes = num_tokens_of(shape)
-        plain_ms = self._ms(shape) * self._times.pace(num_decodes)  # 0: nothing is timed
+        plain_ms = self._rates.ms(shape) * self._rates.times.pace(num_decodes)  # 0: nothing is timed
         best_width, rate = 0, 0.0
         gained, batches = float(num_decodes), list(shape.batches)
         for index, width in widths.items():
@@ -353,7 +318,7 @@ class Speculation:
             for index in asked:
                 gained += means[index] ** width
                 batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], width)
-            time = self._relative_time(shape, shape._replace(batches=tuple(batches)))
+            time = self._rates.relative_time(shape, shape._replace(batches=tuple(batches)))
             if plain_ms:
                 time += model.ms(requests, width) / plain_ms
             before, rate = rate, gained / time
@@ -378,16 +343,7 @@ class Speculation:
             for request, token_ids in zip(requests, drafts, strict=True)
         ]
 
-    def _relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:
-        """Return the time of an iteration with drafts over its time without."""
-        return self._times.corrected(num_tokens_of(shape), self._guess(shape, with_drafts))
 
-    def _guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:
-        """Return the relative time by the tables, or by a rule if that is less: tables contain noise."""
-        by_rule = (READING_ROWS + num_tokens_of(with_drafts)) / (READING_ROWS + num_tokens_of(shape))
-        least = 1.0 + LEAST_ROW * (num_tokens_of(with_drafts) - num_tokens_of(shape))
-        return max(min(self._ms(with_drafts) / self._ms(shape), by_rule), least)
-
-    def _ms(self, shape: IterationShape) -> float:
-        predicted_ms = 0.0 if self._cost is None else iteration_ms(self._cost, shape)
-        return predicted_ms or float(READING_ROWS + num_tokens_of(shape))
+def _is_able(request: Request) -> bool:
+    """Return True if the request may get drafts at all."""
+    return request.params.speculation and not request.is_pooled
