@@ -71,9 +71,9 @@ class Drafting:
         plan = partial(plan_memory, config, form, dtype, device, rates=partial(measured_rates, device, dtype))
         if device.type == "cuda":
             free = FreeMemory.now(device)
-            self._load(device, config.vocab_size)
-            taken = (free.gpu_bytes or 0) - (FreeMemory.now(device).gpu_bytes or 0)
             try:
+                self._load(device, config.vocab_size)
+                taken = free.device_bytes - FreeMemory.now(device).device_bytes
                 options = self._charged("gpu_memory_gib", taken)
                 if plan(options) is None:
                     self.options = options

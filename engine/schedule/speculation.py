@@ -81,7 +81,7 @@ class Speculation:
         model: ModelDrafter | None = None,
     ) -> None:
         self._drafter = drafter
-        self._model = model
+        self.model = model
         self._cost = cost
         self._max_rows = max_rows
         self._requests: WeakKeyDictionary[Request, _Speculated] = WeakKeyDictionary()
@@ -292,7 +292,7 @@ class Speculation:
             widths: the best widths of these drafts, by index.
             best_rate: the tokens per relative time with them.
         """
-        model = self._model
+        model = self.model
         if model is None:
             return [], 0
         means = [self._requests[each.request].acceptance.means[self._model_kind] for each in able]
@@ -333,9 +333,9 @@ class Speculation:
         return asked, best_width
 
     def _drafts_of_model(self, requests: Sequence[Request], width: int) -> list[Draft]:
-        assert self._model is not None
+        assert self.model is not None
         started = perf_counter()
-        drafts = self._model.draft_all(requests, width)
+        drafts = self.model.draft_all(requests, width)
         self._model_ms += 1e3 * (perf_counter() - started)
         self._num_unasked = 0
         return [

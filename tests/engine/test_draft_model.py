@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import save_checkpoint, save_tokenizer
 from cost_models import machine
 from engine_fakes import FakeExecutor, make_request, next_token
@@ -12,15 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine import drafting as drafting_module
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
+from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.predict.weight_plan import WeightPlan
+from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.setup import set_up
 from neo_desktop.engine.speculate.draft_model import DraftModel
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.dense import DENSE
 
 COST = machine(cpu_token_ms=1e-6, offload_ms=0.0, token_ms=1e-6)
 BLOCK_SIZE, MAX_TOKENS = 4, 24
@@ -147,11 +154,11 @@ def test_answers_are_the_same_with_a_draft_model(
         cost_model=COST,
     ) as engine:
         speculation: Any = engine._scheduler._speculation
-        speculation._model.ms = lambda requests, width: 0.0
+        speculation.model.ms = lambda requests, width: 0.0
         answers = engine.generate(PROMPTS, PARAMS)
         speculative = engine.stats().speculative
-        speculation._model.draft_all([], 1)
-        assert speculation._model._kv.num_used_blocks(KVTier.DEVICE) == 0
+        speculation.model.draft_all([], 1)
+        assert speculation.model._kv.num_used_blocks(KVTier.DEVICE) == 0
     assert tokens_of(answers) == models.answers
     assert speculative is not None
     assert speculative.num_drafted_tokens > 20
@@ -172,6 +179,41 @@ def test_the_memory_of_a_draft_model_is_counted(models: SimpleNamespace) -> None
         lost = sum(without.values()) - sum(parts.num_blocks.values())
         taken = kv.size(KVTier.DEVICE).most * small / large
         assert taken <= lost <= taken + 4  # blocks of host memory come in fours
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_draft_model_leaves_the_gpu_if_weights_would_have_to_leave_it(
+    models: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """With a draft model on the GPU, 6 GiB of a limit of 8 are left for the model."""
+    caps = {"gpu_memory_gib": 8.0, "cpu_memory_gib": 4.0}
+    drafting = Drafting(EngineOptions(model=models.large, draft_model=models.small, **caps))
+    free, places, split = FreeMemory(64 * GIB, 20 * GIB), [], WeightPlan({}, 1, 1)
+    monkeypatch.setattr(FreeMemory, "now", lambda device: free)
+
+    def load(device: torch.device, vocab_size: int) -> int:
+        nonlocal free
+        places.append(device.type)
+        if device.type == "cuda":
+            free = replace(free, gpu_bytes=18 * GIB)
+        return GIB
+
+    def plan(
+        config: object, form: object, dtype: object, device: object, options: EngineOptions, rates: object
+    ) -> object:
+        return None if fits and options.gpu_memory_gib == 6.0 else split
+
+    monkeypatch.setattr(drafting, "_load", load)
+    monkeypatch.setattr(drafting_module, "plan_memory", plan)
+    config = open_checkpoint(models.large).config()
+    placed = drafting.plan(config, DENSE, torch.float16, torch.device("cuda"))
+    options = drafting.options
+    if fits:
+        assert (placed, places) == (None, ["cuda"])
+        assert (options.gpu_memory_gib, options.cpu_memory_gib) == (6.0, 4.0)
+    else:
+        assert (placed, places) == (split, ["cuda", "cpu"])
+        assert (options.gpu_memory_gib, options.cpu_memory_gib) == (8.0, 3.0)
 
 
 def test_models_that_cannot_draft_are_refused(models: SimpleNamespace) -> None:
