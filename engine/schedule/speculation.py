@@ -232,7 +232,8 @@ class Speculation:
         if width:
             requests = [able[index].request for index in asked]
             for index, draft in zip(asked, self._drafts_of_model(requests, width), strict=True):
-                every[index] = self._noted(able[index].request, draft)
+                if draft.token_ids:  # otherwise the draft from elsewhere remains
+                    every[index] = self._noted(able[index].request, draft)
             widths, _ = self._rates.best_rows(able, every, shape, num_free)
         self._num_paused = 0 if widths else PAUSE
         return [(able[index], width) for index, width in widths.items()]

@@ -80,7 +80,7 @@ class DraftModel:
         self._execute: Callable[[IterationPlan], IterationResult] | None = execute
         self._kv = kv
         (self._tier,) = kv.tiers
-        self._max_context_tokens = max_context_tokens
+        self._most_tokens = min(max_context_tokens, kv.capacity_tokens(self._tier))  # of a request
         self._own_vocab_size = own_vocab_size
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
@@ -123,10 +123,12 @@ class DraftModel:
         self._execute = None
 
     def _is_able(self, request: Request) -> bool:
-        """Return True if the draft model knows all the request's tokens."""
+        """Return True if the draft model knows all the request's tokens, and its KV has room for them."""
+        if request.images is not None or len(request.token_ids) > self._most_tokens:
+            return False
         context = self._contexts.get(request.request_id)
         new = request.token_ids[0 if context is None else context.num_checked :]
-        return request.images is None and max(new, default=0) < self._own_vocab_size
+        return max(new, default=0) < self._own_vocab_size
 
     def _usable(self, draft: Sequence[int]) -> Sequence[int]:
         """Return a draft up to a token that the large model does not know."""
@@ -187,7 +189,7 @@ class DraftModel:
         """Return the context with the KV that is right, and room for a draft; None: no room."""
         name, tokens = request.request_id, request.token_ids
         num_tokens = len(tokens) + width - 1  # the last drafted token needs no KV
-        if num_tokens > min(self._max_context_tokens, self._kv.capacity_tokens(self._tier)):
+        if num_tokens > self._most_tokens:
             return None
         if name not in self._contexts and self._kv.admit(name, num_tokens, (), self._tier) is not None:
             self._contexts[name] = _Context(request, request.num_preemptions)
@@ -238,9 +240,7 @@ class DraftModel:
 
     def _measure(self) -> None:
         """Measure the times of one request: the shortest of some, as the first one compiles."""
-        num_tokens = (
-            min(self._max_tokens, self._max_context_tokens, self._kv.capacity_tokens(self._tier)) // 2
-        )
+        num_tokens = min(self._max_tokens, self._most_tokens) // 2
         if self._kv.admit(WARM_UP, num_tokens + 1, (), self._tier) is None:
             raise MemoryError("the draft model's KV has no room for a request")
         table = self._kv.block_table(WARM_UP)

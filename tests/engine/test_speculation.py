@@ -240,6 +240,11 @@ def test_a_model_drafts_where_that_pays_and_costs_little_elsewhere(
         assert virtual_ms(None, count, 0.1, OftenRightModel(share, step_ms)) < without / 2.5
 
 
+def test_other_drafts_remain_where_a_model_has_none() -> None:
+    silent = OftenRightModel(1.0, 0.01, expected=0.99, is_able=False)
+    assert virtual_ms(0.9, 1, 0.1, silent) == virtual_ms(0.9, 1, 0.1)
+
+
 @given(
     text=st.lists(st.integers(0, 3), max_size=40),
     predicted=st.lists(st.integers(0, 3), max_size=12),

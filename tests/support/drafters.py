@@ -33,8 +33,9 @@ class OftenRightModel:
 
     share: float
     step_ms: float
+    expected: float = 0.6
+    is_able: bool = True  # False: it never has a draft
     spent_ms: float = 0.0
-    expected = 0.6
     most_requests = 16
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class OftenRightModel:
         return width * self.step_ms
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
+        if not self.is_able:
+            return [()] * len(requests)
         self.spent_ms += self.ms(requests, width)
         return [self._draft(request, width) for request in requests]
 
