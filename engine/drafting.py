@@ -100,7 +100,7 @@ class Drafting:
         """Return the options with a limit on memory that is lower by the draft model's bytes.
 
         Raises:
-            MemoryError: the draft model takes all of it.
+            MemoryError: the draft model takes more than the limit.
         """
         gib = getattr(self.options, cap)
         if gib is None:

@@ -185,7 +185,7 @@ def test_the_memory_of_a_draft_model_is_counted(models: SimpleNamespace) -> None
 def test_a_draft_model_leaves_the_gpu_if_weights_would_have_to_leave_it(
     models: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    """With a draft model on the GPU, 6 GiB of a limit of 8 are left for the model."""
+    """A draft model on the GPU leaves 6 GiB of a limit of 8 for the model."""
     caps = {"gpu_memory_gib": 8.0, "cpu_memory_gib": 4.0}
     drafting = Drafting(EngineOptions(model=models.large, draft_model=models.small, **caps))
     free, places, split = FreeMemory(64 * GIB, 20 * GIB), [], WeightPlan({}, 1, 1)

@@ -161,7 +161,7 @@ class Guesses:
 
 
 def test_sampled_answers_have_the_models_own_distribution(model: Path) -> None:
-    """Chi-square of all answers of three tokens out of the four most probable ones, drafted and verified."""
+    """Chi-square over answers of three tokens out of the four most probable ones, drafted and verified."""
     count, top, temperature, prompt = 512, 4, 4.0, [5, 6, 7, 8]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     likely: dict[tuple[int, ...], list[int]] = {}

@@ -80,7 +80,7 @@ def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str],
 def test_drafts_change_no_token(
     folder_of: Callable[[str], Path], family: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of wrong drafts no state remains, in iterations that fail neither."""
+    """Wrong drafts leave no state behind, also in iterations that fail."""
     folder = folder_of(family)
     answers = {(tuple(each), 0): transformers_greedy(folder, each, TOKENS) for each in prompts()}
     with engine_of(folder, "auto") as engine:
