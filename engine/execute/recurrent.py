@@ -63,7 +63,7 @@ def has_new_spans(members: BatchMembers) -> bool:
 
 
 def _draft_spans(memory: Memory, members: BatchMembers) -> list[list[tuple[int, int, int, int]]]:
-    """Return the spans of each draft's first token, then those of the second tokens, and so on.
+    """Return the spans of the drafts' first tokens, then those of their second tokens, and so on.
 
     Each token's state comes from the pass before.
     """
