@@ -1,6 +1,6 @@
 """Measures generation with drafts against generation without, in one engine, in alternating turns.
 
-python -m benchmarks.speculation MODEL [--turns 3] [--tokens 160] [--prompts 10]
+python -m benchmarks.speculation MODEL [--draft-model NAME] [--turns 3] [--tokens 160] [--prompts 10]
 """
 
 import argparse
@@ -15,7 +15,7 @@ from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.speculation import Speculation
-from neo_desktop.engine.speculate.drafter import Draft, Drafter
+from neo_desktop.engine.speculate.drafter import Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 
 REPOSITORY = Path(__file__).parents[1]
@@ -106,10 +106,16 @@ class Comparison:
                 answers[int(output.request_id)] += [token.token_id for token in output.tokens]
         return steps, answers
 
-    def gain(self, name: str, batches: Sequence[Sequence[str]], drafter: Drafter) -> None:
+    def gain(
+        self,
+        name: str,
+        batches: Sequence[Sequence[str]],
+        drafter: Drafter | None,
+        model: ModelDrafter | None = None,
+    ) -> None:
         """Print the gain over some batches of chats."""
         scheduler, encode = self._engine._scheduler, self._engine.input_processor.tokenizer.encode
-        scheduler._speculation = Speculation(drafter, self._engine._cost_model, 256)
+        scheduler._speculation = Speculation(drafter, self._engine._cost_model, 256, model)
         totals = {True: 0.0, False: 0.0}
         for batch in batches:
             steps: dict[bool, list[Steps]] = {True: [], False: []}
@@ -149,11 +155,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--prompts", type=int, default=10, help="of text that repeats its prompt")
     parser.add_argument("--policy", default="auto")
+    parser.add_argument("--draft-model", help="measured as well, alone and with drafts from the text")
     given = parser.parse_args()
-    with Engine.from_pretrained(given.model, policy=given.policy) as engine:
+    with Engine.from_pretrained(given.model, policy=given.policy, draft_model=given.draft_model) as engine:
         compared = Comparison(engine, given.turns, given.tokens)
         prose = [chat(question) for question in PROSE]
         repeated = [[prompt] for prompt in repeating()[:: 10 // given.prompts]]
+        speculation = engine._scheduler._speculation
+        if speculation is not None and speculation.model is not None:
+            compared.gain("prose, a draft model", [[each] for each in prose], None, speculation.model)
+            compared.gain("repeated text, both drafters", repeated, NgramDrafter(), speculation.model)
         compared.gain("text that repeats its prompt", repeated, NgramDrafter())
         compared.gain("prose", [[prompt] for prompt in prose], NgramDrafter())
         compared.gain("16 chats of prose", [prose * 4], NgramDrafter())

@@ -55,6 +55,7 @@ class StateSlots(NamedTuple):
     target: int  # after its tokens
     checkpoint: int = -1  # after its first `checkpoint_tokens` tokens
     checkpoint_tokens: int = 0
+    drafts: tuple[int, ...] = ()  # after each token of its draft
 
 
 class ScheduledSequence(NamedTuple):

@@ -191,7 +191,7 @@ class Engine:
                 parts.limits,
                 corrected,
                 num_layers,
-                Speculation.of(parts.speculate, kv_cache, corrected, parts.limits.max_batch_requests),
+                Speculation.of(parts.speculate, corrected, parts.limits.max_batch_requests, parts.drafter),
             )
             reserve = None
             if host_reserve_bytes is not None:

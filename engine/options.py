@@ -247,8 +247,16 @@ class EngineOptions:
     speculate: str = option(
         "auto",
         "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
-        "texts stay the same. Drafts come from the request's own text (ngram); auto takes every source.",
-        fixed_choices=("auto", "off", "ngram"),
+        "texts stay the same. Drafts come from the request's own text (ngram), or from --draft-model "
+        "(draft); auto takes every source.",
+        fixed_choices=("auto", "off", "ngram", "draft"),
+    )
+    draft_model: Path | None = option(
+        None,
+        "A smaller model with the same vocabulary, whose guesses at the next tokens the model verifies: a "
+        "name from 'neo-desktop models list', a folder or a GGUF file.",
+        metavar="NAME",
+        panel="Model",
     )
 
     @property
@@ -273,6 +281,17 @@ class EngineOptions:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.workers is not None:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
+
+        if self.speculate == "draft" and self.draft_model is None:
+            raise ValueError("speculate 'draft' needs a draft_model: name a small model, or choose 'auto'")
+        others = {
+            f"speculate {self.speculate!r}": self.speculate not in ("auto", "draft"),
+            "shape": self.shape is not None,
+            "tensor_parallel": self.tensor_parallel > 1,
+        }
+        for other, is_given in others.items():
+            if self.draft_model is not None and is_given:
+                raise ValueError(f"draft_model does not go with {other}: leave one of them out")
 
     @property
     def gpu_memory_bytes(self) -> int | None:

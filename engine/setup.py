@@ -14,6 +14,7 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest
 from neo_desktop.engine.cuda.streams import own_stream
+from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -54,6 +55,7 @@ from neo_desktop.engine.remote.trust import engine_tls, read_secret
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.speculate.drafter import ModelDrafter
 from neo_desktop.models.rank import ALONE
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class EngineParts:
     num_blocks: dict[KVTier, int]  # of the requested tiers, and of workers
     storage: KVStorage
     speculate: str = "auto"  # see `EngineOptions`
+    drafter: ModelDrafter | None = None  # None: no draft model
     leader: Driver | None = None  # of the other ranks; None: a single rank
     workers: Workers | None = None  # attention workers; None: no workers
     resources: ExitStack = field(default_factory=ExitStack)  # closes workers and other ranks
@@ -99,8 +102,19 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        loaded = load(options, progress, rank=ALONE if leader is None else leader.rank)
+        drafting = None if options.draft_model is None else Drafting(options)
+        if drafting is not None:
+            resources.callback(drafting.close)
+        loaded = load(
+            options,
+            progress,
+            plan=None if drafting is None else drafting.plan,
+            rank=ALONE if leader is None else leader.rank,
+        )
+        if drafting is not None:
+            options = drafting.options
         parts = take_memory(loaded, options, member=leader)
+        parts = replace(parts, drafter=None if drafting is None else drafting.drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)
         return replace(parts, leader=leader, resources=resources.pop_all())

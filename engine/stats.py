@@ -20,6 +20,7 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     mean_width: float = 0.0  # tokens per draft
     gain: float = 1.0  # time without drafts, as predicted, over measured time, in iterations with drafts
+    model_s: float = 0.0  # time in which a model drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class EngineStats:
     num_cpu_decodes: int  # output tokens whose attention the CPU computed
     num_async_decodes: int  # the async decodes among them
     num_double_iterations: int  # iterations with two sub-batches
-    outside_s: float  # between the end of an iteration and the start of the next; nothing computes then
+    outside_s: float  # between the end of an iteration and the start of the next; only drafts are computed
     pools: Mapping[KVTier, PoolUsage]
     disk: DiskCounters = DiskCounters()  # noqa: RUF009
     speculative: SpeculationStats | None = None  # None: no speculation

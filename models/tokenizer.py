@@ -195,6 +195,18 @@ class Tokenizer:
             return not self._added[token_id].special
         return self._backend.id_to_token(token_id) is not None
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """Return an id with different texts in two vocabularies, as part of a sentence; None: there is none.
+
+        An id that only one vocabulary has is no difference: models have different numbers of unused ids.
+        """
+        own, its = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
+        its_texts = {token_id: text for text, token_id in its.items()}
+        for text, token_id in own.items():
+            if its_texts.get(token_id, text) != text:
+                return f"token {token_id} is {text!r} in one and {its_texts[token_id]!r} in the other"
+        return None
+
     def _role_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self._backend.token_to_id(token)

@@ -95,6 +95,7 @@ class EngineCollector(Collector):
         if (speculative := self._stats.speculative) is not None:
             yield "draft_width", "Tokens per verified draft", speculative.mean_width
             yield "speculation_gain", "Speed of iterations with drafts; 1: as without", speculative.gain
+            yield "draft_model_seconds", "Time in which a model drafted", speculative.model_s
 
     def _counters(self) -> Iterator[tuple[str, str, int]]:
         stats = self._stats

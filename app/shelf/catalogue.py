@@ -101,6 +101,11 @@ class Catalogue:
             raise UnknownModelError(why_missing(name, list(models)))
         return models[wanted]
 
+    def source(self, name: str) -> str:
+        """Return the model of that name, or at that path, in the form of the options; UnknownModelError."""
+        path = model_path(name)
+        return str(path.absolute()) if name and path.exists() else self.get(name).source
+
     def _candidates(self) -> Iterator[tuple[str, Path]]:
         if self._path is not None:
             yield self.first, self._path
@@ -112,7 +117,8 @@ class Catalogue:
 def with_model(options: Options, name: str) -> Options:
     """Return the options for a model of this computer; UnknownModelError where there is none of that name."""
     catalogue = Catalogue(model=name)
-    return replace(options, model=catalogue.get(catalogue.first).source)
+    draft = options.draft_model and Path(catalogue.source(str(options.draft_model)))
+    return replace(options, model=catalogue.get(catalogue.first).source, draft_model=draft)
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -121,7 +121,14 @@ class ModelLoader:
         else:
             # A GPU that is lost later is an error, not a reason to use the CPU.
             device = self._device = self._chosen_device()
-            own = replace(self.options, model=model.source, shape=model.shape, device=device.type)
+            draft = self.options.draft_model
+            own = replace(
+                self.options,
+                model=model.source,
+                shape=model.shape,
+                device=device.type,
+                draft_model=draft and Path(self.catalogue.source(str(draft))),
+            )
             make, load = EngineRecipe(name, own), EngineProcess.load
             has_process = self.has_process
         link: EngineLink

@@ -56,6 +56,16 @@ class SimulationOptions:
         float | None,
         _workload(min=0.001, help="Requests per second, as a Poisson process. Default: all at once."),
     ] = None
+    acceptance: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Verify drafts, each token of which is right with this probability; 0: no drafts.",
+            rich_help_panel="Engine",
+        ),
+    ] = 0.0
     policy: Annotated[
         str | None,
         typer.Option(

@@ -29,7 +29,8 @@ class SimulationReport:
     machine: Machine
     requests: tuple[WorkloadRequest, ...]
     results: dict[str, SimulationResult]
-    bound_output_tokens_per_s: float  # what no policy can exceed on this machine
+    bound_output_tokens_per_s: float  # what no policy can exceed on this machine without drafts
+    acceptance: float = 0.0  # probability that a drafted token is right; 0: no drafts
 
     @property
     def arriving(self) -> str:
@@ -64,7 +65,8 @@ class SimulationReport:
         for note in self._refusals():
             console.print(f"\n{note}", highlight=False, markup=False)
         console.print(
-            f"\nNo policy can exceed {self.bound_output_tokens_per_s:,.0f} output tokens/s. TTFT: time to "
+            f"\n{'Without drafts, no' if self.acceptance else 'No'} policy can exceed "
+            f"{self.bound_output_tokens_per_s:,.0f} output tokens/s. TTFT: time to "
             "the first token; TPOT: time per further token, as one chat sees it.\n\n"
             "Assumed, a prediction and not a measurement:",
             highlight=False,
@@ -130,6 +132,9 @@ class SimulationReport:
             f"{count:,}, {prompt:,.0f} tokens in and {output:,.0f} out on average, "
             f"{self.arriving.partition(' come ')[2]}; --input, --output, --requests, --rate take others",
         )
+        if self.acceptance:
+            right = f"each token is right with a probability of {self.acceptance:.0%}"
+            yield "drafts", f"{right}, and making them takes no time"
         gpu_tokens, cpu_tokens = f"{budget.gpu_tokens:,} tokens", f"{budget.cpu_tokens:,}"
         yield "KV", f"{gpu_tokens} in GPU memory (GPU-cache), {cpu_tokens} in host memory (CPU-cache)"
         if machine.divided is not None and machine.divided.plan.is_split:

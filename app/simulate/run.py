@@ -47,6 +47,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             BLOCK_SIZE,
             LIMITS,
             max_context_tokens=where.config.max_context_tokens,
+            acceptance=options.acceptance,
             progress=report,
         )
     fitting = [r for r in requests if r.total_tokens <= where.config.max_context_tokens]
@@ -57,5 +58,6 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         machine=where,
         requests=tuple(requests),
         results=results,
+        acceptance=options.acceptance,
         bound_output_tokens_per_s=bound.output_tokens_per_s() if fitting else 0.0,
     )

@@ -29,7 +29,7 @@ from neo_desktop.engine.execute.prompts import (
     prompts_of,
     slots_of,
 )
-from neo_desktop.engine.execute.recurrent import fill_spans, recurrent_batch
+from neo_desktop.engine.execute.recurrent import fill_spans, has_new_spans, recurrent_batch
 from neo_desktop.engine.execute.streamed import (
     NewRows,
     PrefetchBuffers,
@@ -108,6 +108,8 @@ class ProgramBuilder:
             memory = self._workspace.memory(graph_key)
         chooses = memory.is_fixed and for_graphs and graph_key.is_whole and not _pools(plan)
         chooses = chooses and not reads_images(plan)
+        if self._model.config.state_shapes:
+            chooses = chooses and not any(map(has_new_spans, members))
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
         stream = self._prefetch_stream(plan, blocks, memory if chooses else None, moves)
@@ -203,7 +205,7 @@ class ProgramBuilder:
             partial(self._store, memory),
             last_rows,
             None if products is None else products.of_rows(memory.index, memory.rows.count, layers),
-            images is None and not (members.prompts and self._model.config.state_shapes),
+            images is None and not (self._model.config.state_shapes and has_new_spans(members)),
         )
 
     def _device_decodes(

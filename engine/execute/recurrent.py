@@ -16,7 +16,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.recurrent import RecurrentBatch, Spans
 
 SHARE = 0.2  # most of the free memory that states take
-CHECKPOINTS = 32  # slots beyond those of the most requests
+CHECKPOINTS = 40  # slots beyond those of the most requests, for drafts as well
 DROPPED = StateSlots(-1, -1)  # empty before, dropped afterwards
 
 
@@ -38,6 +38,8 @@ def recurrent_batch(states: Sequence[Tensor], memory: Memory, members: BatchMemb
     if not states:
         return None
     passes = [Spans(memory.inputs.spans, 1)] if len(memory.inputs.spans) else []
+    device = memory.state.residual.device
+    passes += [Spans(upload(spans, torch.int32, device), 1) for spans in _draft_spans(memory, members)]
     begin, rest, row = [], [], memory.rows.first_prompt
     for sequence in members.prompts:
         slots, end = sequence.states or DROPPED, row + len(sequence.token_ids)
@@ -49,15 +51,41 @@ def recurrent_batch(states: Sequence[Tensor], memory: Memory, members: BatchMemb
             rest.append((middle, end, slots.checkpoint, slots.target))
         row = end
     for spans in filter(None, (begin, rest)):
-        table = upload(spans, torch.int32, memory.state.residual.device)
+        table = upload(spans, torch.int32, device)
         passes.append(Spans(table, max(end - first for first, end, *_ in spans)))
     return RecurrentBatch(states, tuple(passes))
+
+
+def has_new_spans(members: BatchMembers) -> bool:
+    """Return True if a graph would not have all spans: those of prompts and drafts change."""
+    decodes = (sequence for sequences in members.decodes for sequence in sequences)
+    return bool(members.prompts) or any(sequence.is_draft for sequence in decodes)
+
+
+def _draft_spans(memory: Memory, members: BatchMembers) -> list[list[tuple[int, int, int, int]]]:
+    """Return the spans of the drafts' first tokens, then those of their second tokens, and so on.
+
+    Each token's state comes from the pass before.
+    """
+    spans: list[list[tuple[int, int, int, int]]] = []
+    for start, sequences in zip(memory.rows.starts, members.decodes, strict=False):
+        depth = 0
+        for row, sequence in enumerate(sequences, start):
+            depth = depth + 1 if sequence.is_draft else 0
+            if sequence.is_draft:
+                if depth > len(spans):
+                    spans.append([])
+                slots = sequence.states or DROPPED
+                spans[depth - 1].append((row, row + 1, slots.source, slots.target))
+    return spans
 
 
 def fill_spans(
     spans: NDArray[np.int32], starts: Sequence[int], decodes: Sequence[Sequence[ScheduledSequence]]
 ) -> None:
     """Fill in the spans [rows, 4] of decodes; rows of padding drop their states.
+
+    So do rows of drafts, which later passes compute again: their states come from rows before.
 
     Args:
         starts: first row per tier.
@@ -68,4 +96,5 @@ def fill_spans(
     spans[:, 2:] = DROPPED[:2]
     for start, sequences in zip(starts, decodes, strict=False):
         for row, sequence in enumerate(sequences, start):
-            spans[row, 2:] = (sequence.states or DROPPED)[:2]
+            slots = DROPPED if sequence.is_draft else sequence.states or DROPPED
+            spans[row, 2:] = slots[:2]

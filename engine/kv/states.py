@@ -6,11 +6,14 @@ prefix of the prompt is reused up to a block that has KV and a checkpoint.
 
     slots of a request:   current ── source of a running iteration ── its target = the new current
                           mark: the state at the last block boundary; it becomes a checkpoint in the end
+                          drafts: the states after the target and each token of a draft; in the end, the one
+                          after the last right token becomes current
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from neo_desktop.engine.batch import StateSlots
 from neo_desktop.engine.kv.block_pool import BlockHash
@@ -51,8 +54,9 @@ class StateCache:
 
     @property
     def has_room(self) -> bool:
-        pending = (slots.checkpoint for each in self._owned.values() for slots in each.planned)
-        num_pending = sum(slot != NO_SLOT for slot in pending) + sum(map(len, self._held.values()))
+        planned = [slots for each in self._owned.values() for slots in each.planned]
+        num_pending = sum((slots.checkpoint != NO_SLOT) + len(slots.drafts) for slots in planned)
+        num_pending += sum(map(len, self._held.values()))
         return (len(self._owned) + 1) * SLOTS_PER_REQUEST + num_pending <= self.num_slots
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
@@ -113,29 +117,65 @@ class StateCache:
         owned.current = slots.target
         return slots
 
-    def settle(self, request_id: str, hashes: Sequence[BlockHash], start: int, num_tokens: int) -> None:
-        """Apply the success of a request's oldest planned iteration; arguments as in `plan`."""
-        owned, end = self._owned[request_id], start + num_tokens
+    def plan_draft(self, request_id: str, num_tokens: int) -> list[StateSlots]:
+        """Return the slots of a draft's tokens, after `plan`; fewer than `num_tokens` if slots are short."""
+        owned = self._owned[request_id]
+        slots = owned.planned[-1]
+        chain = [slots.target]
+        while len(chain) <= num_tokens and self._has_spare:
+            chain.append(self._take())
+        owned.planned[-1] = slots._replace(drafts=tuple(chain[1:]))
+        return [StateSlots(source, target) for source, target in pairwise(chain)]
+
+    def settle(
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        start: int,
+        num_tokens: int,
+        num_accepted: int = 0,
+    ) -> None:
+        """Apply the success of a request's oldest planned iteration; arguments as in `plan`.
+
+        Args:
+            num_accepted: right tokens of its draft.
+        """
+        owned = self._owned[request_id]
         slots = owned.planned.popleft()
         self._release(slots.source)
+        if slots.drafts:  # no later iteration is planned
+            states = (slots.target, *slots.drafts)
+            owned.current = states[num_accepted]
+            for number, slot in enumerate(states[: num_accepted + 1], 1):
+                self._note(owned, slot, hashes, start + number, is_chunk=False)
+            for slot in states:
+                if slot != owned.current:
+                    self._release(slot)
+            return
         if slots.checkpoint != NO_SLOT:
             self._publish(slots.checkpoint, hashes, start + slots.checkpoint_tokens)
             self._release(slots.checkpoint)
+        self._note(owned, slots.target, hashes, start + num_tokens, is_chunk=num_tokens > 1)
+
+    def _note(
+        self, owned: _Owned, slot: int, hashes: Sequence[BlockHash], end: int, *, is_chunk: bool
+    ) -> None:
+        """Publish or mark the state after `end` tokens, if that is a block boundary."""
         if end % self._block_size or end // self._block_size > len(hashes):
             return
-        if num_tokens > 1:
-            self._publish(slots.target, hashes, end)
+        if is_chunk:
+            self._publish(slot, hashes, end)
         elif self._has_spare:
             self._drop_mark(owned)
-            self._references[slots.target] += 1
-            owned.mark = slots.target, hashes[end // self._block_size - 1]
+            self._references[slot] += 1
+            owned.mark = slot, hashes[end // self._block_size - 1]
 
     def take_back(self, request_id: str) -> None:
         """Discard a request's newest planned iteration."""
         owned = self._owned[request_id]
         slots = owned.planned.pop()
-        self._release(slots.target)
-        self._release(slots.checkpoint)
+        for slot in (slots.target, slots.checkpoint, *slots.drafts):
+            self._release(slot)
         owned.current = slots.source
 
     def free(self, request_id: str) -> None:
@@ -146,8 +186,8 @@ class StateCache:
             self._register(slot, block_hash)
             self._release(slot)
         for slots in owned.planned:
-            self._release(slots.source)
-            self._release(slots.checkpoint)
+            for slot in (slots.source, slots.checkpoint, *slots.drafts):
+                self._release(slot)
         self._release(owned.current)
 
     def check(self) -> None:
@@ -158,7 +198,7 @@ class StateCache:
         for owned in self._owned.values():
             held = [
                 owned.current,
-                *(slot for each in owned.planned for slot in (each.source, each.checkpoint)),
+                *(slot for each in owned.planned for slot in (each.source, each.checkpoint, *each.drafts)),
             ]
             held += [owned.mark[0]] if owned.mark is not None else []
             for slot in held:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from neo_desktop.engine.batch import (
     UNKNOWN_TOKEN,
     AsyncGroup,
+    DraftRow,
     IterationPlan,
     IterationResult,
     ScheduledSequence,
+    StateSlots,
     SubBatch,
 )
 from neo_desktop.engine.kv.states import StateCache
@@ -97,6 +99,18 @@ def plan_of(
         scheduled.append(Scheduled(request, sequence, request.num_preemptions, is_end, is_on_its_way))
         return sequence
 
+    def drafts(first: ScheduledSequence, rows: Sequence[DraftRow]) -> Iterator[ScheduledSequence]:
+        """Yield the rows of a draft after the request's own token, as many as there are slots of states."""
+        every: Sequence[StateSlots | None] = [None] * len(rows)
+        if (states := queues.kv.states) is not None:
+            every = states.plan_draft(first.request_id, len(rows))
+            rows = rows[: len(every)]
+        scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
+        places = zip(rows, every, strict=True)
+        for start, ((token_id, sampling), slots) in enumerate(places, first.start + 1):
+            draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
+            yield draft._replace(is_draft=True, states=slots)
+
     def sub_batch(batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield the order that all readers expect: by tier, then prompts before decodes."""
         parts: dict[KVTier, tuple[list[tuple[Request, int]], ...]] = {tier: ([], []) for tier in queues.tiers}
@@ -107,10 +121,7 @@ def plan_of(
                 first = sequence(request, tier, num_tokens)
                 yield first
                 if rows := decision.drafts.get(first.request_id, ()):
-                    scheduled[-1] = scheduled[-1]._replace(draft=[row.token_id for row in rows])
-                    for start, (token_id, sampling) in enumerate(rows, first.start + 1):
-                        draft = first._replace(token_ids=(token_id,), start=start, sampling=sampling)
-                        yield draft._replace(is_draft=True)
+                    yield from drafts(first, rows)
 
     def async_groups() -> Iterator[AsyncGroup]:
         """Yield the decodes that advance by a layer, grouped by the linear stage that they join."""

@@ -228,7 +228,7 @@ class Scheduler(Generic[R]):
                 self.remove(request)
                 gained.append(request)
                 continue
-            context_len = start + len(sequence.token_ids)
+            context_len, num_accepted = start + len(sequence.token_ids), 0
             if sequence.num_pooled:
                 request.pool(result.pooled[request_id], is_first=start == 0)
             if sequence.sampling is not None:
@@ -245,7 +245,8 @@ class Scheduler(Generic[R]):
                 gained.append(request)
             is_finished, is_kept = request.is_finished, request.num_preemptions == num_preemptions
             if is_kept and states is not None:
-                states.settle(request_id, request.block_hashes(block_size), start, len(sequence.token_ids))
+                hashes, count = request.block_hashes(block_size), len(sequence.token_ids)
+                states.settle(request_id, hashes, start, count, num_accepted)
             has_news = context_len // block_size > start // block_size  # a block is full
             if (has_news or is_finished) and is_kept and request_id not in moving:
                 self._kv.commit(request_id, request.block_hashes(block_size), context_len)

@@ -7,38 +7,43 @@ token is kept while it equals the token chosen before it. KV of the other rows i
 Requests without drafts:
 
 - chunks of prompts, async decodes (see `AsyncGroups`), and requests for hidden states;
-- requests that switched it off;
-- models with recurrent layers (`Speculation.of`).
+- requests that switched it off.
+
+Drafts of a `ModelDrafter` take time. It is asked where they raise the predicted rate in spite of that, and
+now and then to measure its acceptance.
 """
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from neo_desktop.engine.batch import IterationTiming
-from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms, predict
+from neo_desktop.engine.predict.estimate import IterationShape, predict
 from neo_desktop.engine.request import Request
+from neo_desktop.engine.schedule.draft_rates import READING_ROWS, TRIED_ROWS, WORTHWHILE, DraftRates
+from neo_desktop.engine.schedule.draft_rows import (
+    Candidate,
+    candidates_of,
+    decodes_of,
+    most_tokens,
+    num_tokens_of,
+    with_blocks,
+)
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
-from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter
+from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
-from neo_desktop.engine.speculate.relative_times import RelativeTimes, rounded_size
 from neo_desktop.engine.stats import SpeculationStats
 
-MAX_WIDTH = 8  # tokens of a draft
-WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
-TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
-LEAST_ROW = 0.005  # least time of a row, relative to an iteration
 # Beside this many requests, no drafts are made in the next iterations after none was worthwhile: a search per
 # request takes time.
 MANY, PAUSE = 8, 4
-READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
+TRIED_SHARE = 0.01  # most of the time that drafts of a model take to measure its acceptance alone
 
 
 @dataclass(slots=True)
@@ -58,54 +63,59 @@ class _Begun(NamedTuple):
     guess: float  # of its relative time; 1: it has no drafts
 
 
-class _Candidate(NamedTuple):
-    """A request that may get drafts in an iteration."""
-
-    request: Request
-    batch: int  # index of its sub-batch
-    tier: KVTier
-
-    def plus_row(self, batch: BatchShape, row: int) -> BatchShape:
-        """Return its sub-batch with the decode of the draft's token number `row`."""
-        return batch.plus({self.tier: Decodes(1, self.request.num_tokens + row)})
-
-
 class Speculation:
     """Chooses drafts and their widths.
 
     Args:
+        drafter: None: only the model drafts.
         cost: None: no measured tables.
         max_rows: limit on decodes in an iteration, drafts included.
+        model: None: no model drafts.
     """
 
-    def __init__(self, drafter: Drafter, cost: TableCostModel | None, max_rows: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        cost: TableCostModel | None,
+        max_rows: int,
+        model: ModelDrafter | None = None,
+    ) -> None:
         self._drafter = drafter
+        self.model = model
         self._cost = cost
         self._max_rows = max_rows
         self._requests: WeakKeyDictionary[Request, _Speculated] = WeakKeyDictionary()
-        self._acceptance = Acceptance(drafter.expected, SMOOTHING_OF_ALL)
-        self._times = RelativeTimes()
+        expected = [] if drafter is None else list(drafter.expected)
+        self._model_kind = len(expected)  # kind of the model's drafts, after those of the drafter
+        self._acceptance = Acceptance([*expected, 0.0 if model is None else model.expected], SMOOTHING_OF_ALL)
+        self._rates = DraftRates(cost)
         self._is_timed = True  # False: iterations have no measured times
         self._guesses: dict[int, float] = {}  # decodes -> relative time of `TRIED_ROWS` rows
         self._begun: _Begun | None = None  # the current iteration; None: its time says nothing
         self._num_paused = 0  # iterations before drafts are made again
         self._num_gained = 0  # tokens of the current iteration's decodes
+        self._num_unasked = 0  # iterations of decodes since the model drafted
+        self._model_ms = 0.0  # time in which the model drafted for the current iteration
         self._num_drafts = self._num_drafted = self._num_accepted = 0
         self._with_ms = self._without_ms = 0.0
+        self._model_s = 0.0
 
     @classmethod
     def of(
-        cls, sources: str, kv_cache: KVCache, cost: TableCostModel | None, max_rows: int
+        cls,
+        sources: str,
+        cost: TableCostModel | None,
+        max_rows: int,
+        model: ModelDrafter | None = None,
     ) -> "Speculation | None":
-        """Return an engine's speculation; None: the engine cannot or shall not speculate.
+        """Return an engine's speculation; None: the engine shall not speculate.
 
         Args:
             sources: the option `speculate`.
         """
-        # The states of recurrent layers would have to be kept after every row of a draft.
-        if sources == "off" or kv_cache.states is not None:
+        if sources == "off":
             return None
-        return cls(NgramDrafter(), cost, max_rows)
+        return cls(None if sources == "draft" else NgramDrafter(), cost, max_rows, model)
 
     @property
     def stats(self) -> SpeculationStats:
@@ -115,6 +125,7 @@ class Speculation:
             num_accepted_tokens=self._num_accepted,
             mean_width=self._num_drafted / max(self._num_drafts, 1),
             gain=self._without_ms / self._with_ms if self._with_ms else 1.0,
+            model_s=self._model_s,
         )
 
     def widened(
@@ -125,13 +136,14 @@ class Speculation:
         Args:
             max_tokens: limit on tokens of the iteration.
         """
-        shape, batches = _decodes_of(decision.shape), list(decision.shape.batches)
-        num_decodes = _num_tokens(shape)
-        num_free = min(max_tokens - _num_tokens(decision.shape), self._max_rows - num_decodes)
+        shape, batches = decodes_of(decision.shape), list(decision.shape.batches)
+        num_decodes = num_tokens_of(shape)
+        num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_decodes)
         drafts = {}
-        for candidate, most in self._widths(decision, queues, shape, num_free):
+        able = candidates_of(decision, queues, _is_able)
+        for candidate, most in self._widths(able, shape, num_free):
             request = candidate.request
-            width = _with_blocks(request, queues, most)
+            width = with_blocks(request, queues, most)
             if rows := request.draft_rows(self._requests[request].draft.token_ids[:width]):
                 drafts[request.request_id] = rows
                 for row in range(1, len(rows) + 1):
@@ -140,7 +152,7 @@ class Speculation:
         whole = decision.shape._replace(batches=tuple(batches))
         if num_decodes and not whole.async_decodes and not any(batch.prefill_ms for batch in batches):
             plain_ms = decision.predicted.total_ms or float(READING_ROWS + num_decodes)
-            guess = self._guess(shape, _decodes_of(whole)) if drafts else 1.0
+            guess = self._rates.guess(shape, decodes_of(whole)) if drafts else 1.0
             self._begun = _Begun(num_decodes, plain_ms, guess)
         if not drafts:
             return decision
@@ -149,8 +161,8 @@ class Speculation:
 
     def awaits_tokens(self, decision: Decision[Request], queues: RequestQueues[Request]) -> bool:
         """Return True if an iteration should wait for pending tokens, because drafts will probably pay."""
-        shape = _decodes_of(decision.shape)
-        return not self._is_known(shape) or bool(self._widths(decision, queues, shape, self._max_rows))
+        shape, able = decodes_of(decision.shape), candidates_of(decision, queues, _is_able)
+        return not self._is_known(shape) or bool(self._widths(able, shape, self._max_rows, are_known=False))
 
     def learn(self, request: Request, width: int, num_tokens: int) -> None:
         """Note the tokens that a request gained in an iteration.
@@ -177,131 +189,162 @@ class Speculation:
     def measure(self, timing: IterationTiming | None) -> None:
         """Compare the iteration that has ended with its prediction."""
         begun, self._begun = self._begun, None
+        model_ms, self._model_ms = self._model_ms, 0.0
+        self._model_s += model_ms / 1e3
+        self._num_unasked += 1
         self._is_timed = timing is not None
         if begun is None or timing is None or timing.is_first or not timing.total_ms:
             return
         num_decodes, plain_ms, guess = begun
-        self._times.learn(num_decodes, plain_ms, timing.total_ms, guess)
-        if guess > 1.0:
-            self._with_ms += timing.total_ms
-            self._without_ms += plain_ms * self._times.pace(num_decodes) * self._num_gained / num_decodes
+        times = self._rates.times
+        times.learn(num_decodes, plain_ms, timing.total_ms, guess)
+        if guess > 1.0 or model_ms:
+            self._with_ms += timing.total_ms + model_ms
+            self._without_ms += plain_ms * times.pace(num_decodes) * self._num_gained / num_decodes
 
     def _widths(
         self,
-        decision: Decision[Request],
-        queues: RequestQueues[Request],
+        able: Sequence[Candidate[Request]],
         shape: IterationShape,
         num_free: int,
-    ) -> list[tuple[_Candidate, int]]:
+        *,
+        are_known: bool = True,
+    ) -> list[tuple[Candidate[Request], int]]:
         """Return the requests that get drafts, with the number of tokens.
 
         Args:
+            able: requests that may get drafts.
             shape: of the decision's decodes. Prompts do not count: they take their time with and without
                 drafts.
             num_free: most tokens of the drafts together.
+            are_known: no token is pending; otherwise a model drafts nothing yet.
         """
-        able = [
-            _Candidate(request, index, queues.tier_of(request))
-            for index, batch in enumerate(decision.sub_batches)
-            for request, num_tokens in batch
-            if num_tokens == 1 and _is_able(request)
-        ]
         if not able or num_free < 1 or not self._is_known(shape) or not self._can_pay(shape, able[0]):
             return []
         if len(able) >= MANY and self._num_paused:
             self._num_paused -= 1
             return []
-        candidates = [(each, chances) for each in able if (chances := self._chances(each.request))]
-        rows = [
-            (chance, index, row)
-            for index, (_, chances) in enumerate(candidates)
-            for row, chance in enumerate(chances, 1)
-        ]
-        rows.sort(key=lambda row: -row[0])  # stable: a request's rows stay in order, as their chances fall
-        num_decodes = _num_tokens(shape)
-        count, best_rate = 0, WORTHWHILE * num_decodes
-        gained, batches = float(num_decodes), list(shape.batches)
-        for number, (chance, index, row) in enumerate(rows[:num_free], 1):
-            candidate, _ = candidates[index]
-            gained += chance
-            batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            if rounded_size(number) != number < len(rows):
-                continue  # predictions take time
-            rate = gained / self._relative_time(shape, shape._replace(batches=tuple(batches)))
-            if rate > best_rate:
-                count, best_rate = number, rate
-            elif number >= TRIED_ROWS:
-                break  # chances fall
-        self._num_paused = 0 if count else PAUSE
-        widths: Counter[int] = Counter(index for _, index, _ in rows[:count])
-        return [(candidates[index][0], width) for index, width in widths.items()]
+        every = [self._chances(each.request) for each in able]
+        widths, rate = self._rates.best_rows(able, every, shape, num_free)
+        asked, width = self._asked(able, every, widths, rate, shape, num_free)
+        if width and not are_known:
+            return [(able[index], width) for index in asked]
+        if width:
+            requests = [able[index].request for index in asked]
+            for index, draft in zip(asked, self._drafts_of_model(requests, width), strict=True):
+                if draft.token_ids:  # otherwise the draft from elsewhere remains
+                    every[index] = self._noted(able[index].request, draft)
+            widths, _ = self._rates.best_rows(able, every, shape, num_free)
+        self._num_paused = 0 if widths else PAUSE
+        return [(able[index], width) for index, width in widths.items()]
 
     def _is_known(self, shape: IterationShape) -> bool:
         """Return True if an iteration like this one was measured without drafts, or none ever is."""
-        return not self._is_timed or self._times.pace(_num_tokens(shape)) > 0
+        return not self._is_timed or self._rates.times.pace(num_tokens_of(shape)) > 0
 
-    def _can_pay(self, shape: IterationShape, candidate: _Candidate) -> bool:
+    def _can_pay(self, shape: IterationShape, candidate: Candidate[Request]) -> bool:
         """Return True if some more rows would pay if all their tokens were right."""
-        num_decodes = _num_tokens(shape)
+        num_decodes = num_tokens_of(shape)
         guess = self._guesses.get(num_decodes)
         if guess is None:  # it hardly changes
             batches = list(shape.batches)
             for row in range(1, TRIED_ROWS + 1):
                 batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
-            guess = self._guess(shape, shape._replace(batches=tuple(batches)))
+            guess = self._rates.guess(shape, shape._replace(batches=tuple(batches)))
             self._guesses[num_decodes] = guess
-        time = self._times.corrected(num_decodes, guess)
+        time = self._rates.times.corrected(num_decodes, guess)
         return num_decodes + TRIED_ROWS > WORTHWHILE * num_decodes * time
 
     def _chances(self, request: Request) -> list[float]:
-        """Draft the request's next tokens; return their probabilities of being chosen.
+        """Draft the request's next tokens, without a model; return their probabilities of being chosen."""
+        if request not in self._requests:
+            self._requests[request] = _Speculated(Acceptance(self._acceptance.means, SMOOTHING))
+        num_pending = request.num_tokens - len(request.token_ids)
+        most = most_tokens(request)
+        draft = NO_DRAFT
+        if self._drafter is not None and most > 0:
+            draft = self._drafter.draft(request, most + num_pending)
+        return self._noted(request, draft)
+
+    def _noted(self, request: Request, draft: Draft) -> list[float]:
+        """Keep a request's draft; return the probabilities of its tokens.
 
         The first drafted tokens stand for those that are pending.
         """
-        known = self._requests.get(request)
-        if known is None:
-            acceptance = Acceptance(self._acceptance.means, SMOOTHING)
-            known = self._requests[request] = _Speculated(acceptance)
+        known = self._requests[request]
+        known.draft, known.position = draft, len(request.token_ids)
         num_pending = request.num_tokens - len(request.token_ids)
-        most = min(MAX_WIDTH, request.max_num_tokens - request.num_tokens - 1)
-        known.draft = self._drafter.draft(request, most + num_pending) if most > 0 else NO_DRAFT
-        known.position = len(request.token_ids)
-        mean = known.acceptance.means[known.draft.kind]
-        return [mean**row for row in range(num_pending + 1, len(known.draft.token_ids) + 1)]
+        mean = known.acceptance.means[draft.kind]
+        return [mean**row for row in range(num_pending + 1, len(draft.token_ids) + 1)]
 
-    def _relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:
-        """Return the time of an iteration with drafts over its time without."""
-        return self._times.corrected(_num_tokens(shape), self._guess(shape, with_drafts))
+    def _asked(
+        self,
+        able: Sequence[Candidate[Request]],
+        every: Sequence[Sequence[float]],
+        widths: Mapping[int, int],
+        best_rate: float,
+        shape: IterationShape,
+        num_free: int,
+    ) -> tuple[list[int], int]:
+        """Return the requests that the model shall draft for, as indices, and the number of tokens; 0: none.
 
-    def _guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:
-        """Return the relative time by the tables, or by a rule if that is less: tables contain noise."""
-        by_rule = (READING_ROWS + _num_tokens(with_drafts)) / (READING_ROWS + _num_tokens(shape))
-        least = 1.0 + LEAST_ROW * (_num_tokens(with_drafts) - _num_tokens(shape))
-        return max(min(self._ms(with_drafts) / self._ms(shape), by_rule), least)
+        Args:
+            every: per request, the probabilities of its draft from elsewhere.
+            widths: the best widths of these drafts, by index.
+            best_rate: the tokens per relative time with them.
+        """
+        model = self.model
+        if model is None:
+            return [], 0
+        means = [self._requests[each.request].acceptance.means[self._model_kind] for each in able]
+        asked = [
+            index
+            for index, (each, chances) in enumerate(zip(able, every, strict=True))
+            if most_tokens(each.request) > 0 and means[index] > max(chances, default=0.0)
+        ]
+        asked = sorted(asked, key=lambda index: -means[index])[: min(model.most_requests, num_free)]
+        if not asked:
+            return [], 0
+        requests = [able[index].request for index in asked]
+        most = min(num_free // len(asked), max(map(most_tokens, requests)))
+        num_decodes = num_tokens_of(shape)
+        plain_ms = self._rates.ms(shape) * self._rates.times.pace(num_decodes)  # 0: nothing is timed
+        best_width, rate = 0, 0.0
+        gained, batches = float(num_decodes), list(shape.batches)
+        for index, width in widths.items():
+            for row in range(1, width + 1) if index not in asked else ():
+                gained += every[index][row - 1]
+                batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], row)
+        for width in range(1, most + 1):
+            for index in asked:
+                gained += means[index] ** width
+                batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], width)
+            time = self._rates.relative_time(shape, shape._replace(batches=tuple(batches)))
+            if plain_ms:
+                time += model.ms(requests, width) / plain_ms
+            before, rate = rate, gained / time
+            if rate > best_rate:
+                best_width, best_rate = width, rate
+            elif rate < before:
+                break  # predictions take time
+        if not best_width and plain_ms:
+            tried = min(TRIED_ROWS, most)
+            if model.ms(requests, tried) < TRIED_SHARE * self._num_unasked * plain_ms:
+                return asked, tried
+        return asked, best_width
 
-    def _ms(self, shape: IterationShape) -> float:
-        predicted_ms = 0.0 if self._cost is None else iteration_ms(self._cost, shape)
-        return predicted_ms or float(READING_ROWS + _num_tokens(shape))
+    def _drafts_of_model(self, requests: Sequence[Request], width: int) -> list[Draft]:
+        assert self.model is not None
+        started = perf_counter()
+        drafts = self.model.draft_all(requests, width)
+        self._model_ms += 1e3 * (perf_counter() - started)
+        self._num_unasked = 0
+        return [
+            Draft(token_ids[: most_tokens(request)], self._model_kind)
+            for request, token_ids in zip(requests, drafts, strict=True)
+        ]
 
 
 def _is_able(request: Request) -> bool:
-    """Return True if the request may get a draft for its next decode."""
-    return request.params.speculation and not request.is_pooled and request.num_uncomputed_tokens == 1
-
-
-def _with_blocks(request: Request, queues: RequestQueues[Request], width: int) -> int:
-    """Return how many tokens of a draft have KV blocks; take a free block if enough are left for others."""
-    kv, request_id, tier = queues.kv, request.request_id, queues.tier_of(request)
-    if kv.num_free_blocks(tier) > len(queues.running[tier]):
-        kv.extend(request_id, request.num_tokens + width)
-    return min(width, kv.room(request_id) - request.num_tokens)
-
-
-def _decodes_of(shape: IterationShape) -> IterationShape:
-    """Return the shape of an iteration without its prompts."""
-    batches = [BatchShape().plus(batch.decodes) for batch in shape.batches]
-    return shape._replace(batches=tuple(batches))
-
-
-def _num_tokens(shape: IterationShape) -> int:
-    return sum(batch.tokens for batch in shape.batches)
+    """Return True if the request may get drafts at all."""
+    return request.params.speculation and not request.is_pooled

@@ -21,6 +21,7 @@ from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.simulation.drafts import SimulatedDrafts
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
@@ -107,6 +108,7 @@ def simulate(
     max_context_tokens: int | None = None,
     mismatch: Mismatch | None = None,
     seed: int = 0,
+    acceptance: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
     observe: Callable[[Decision[SimulatedRequest], TableCostModel], None] | None = None,
 ) -> SimulationResult:
@@ -121,7 +123,8 @@ def simulate(
         num_blocks: `tier -> blocks`.
         block_size: tokens per block.
         mismatch: deviation of the machine from the cost model.
-        seed: of the mismatch's noise.
+        seed: of the mismatch's noise, and of the drafts.
+        acceptance: probability that a drafted token is right; 0: no drafts.
         progress: called with the number of finished requests and the total.
         observe: called with each decision and the scheduler's cost model at that time.
 
@@ -133,6 +136,7 @@ def simulate(
     if reality is not None:
         cost = reality.believed
     scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
+    drafts = SimulatedDrafts(acceptance, cost, limits.max_batch_requests, seed)
     queues = scheduler.queues
     longest = queues.max_context_tokens
     if max_context_tokens is not None:
@@ -159,6 +163,7 @@ def simulate(
                 )
             clock_ms = coming[num_added].arrival_ms
             continue
+        decision, widths = drafts.widened(decision, queues, limits.max_batch_tokens)
         if observe is not None:
             observe(decision, cost)
         true_cost, iteration_ms = cost, decision.predicted.total_ms
@@ -168,6 +173,7 @@ def simulate(
         clock_ms += iteration_ms
         _count(totals, decision, cost, true_cost)
         for request in scheduler.advance(decision):
+            drafts.accept(request, widths.get(request, 0))
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
                 request.first_token_ms = clock_ms

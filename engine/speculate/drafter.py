@@ -18,7 +18,7 @@ NO_DRAFT = Draft(())
 
 
 class Drafter(Protocol):
-    """A source of drafts. Equal tokens give equal drafts."""
+    """A source of drafts that costs nearly no time. Equal tokens give equal drafts."""
 
     @property
     def expected(self) -> Sequence[float]:
@@ -26,3 +26,21 @@ class Drafter(Protocol):
 
     def draft(self, request: Request, most: int) -> Draft:
         """Return at most `most` tokens after the request's known tokens."""
+
+
+class ModelDrafter(Protocol):
+    """A source of drafts that computes them, which takes time. All its drafts are of one kind."""
+
+    @property
+    def expected(self) -> float:
+        """Acceptance of a token before any was measured."""
+
+    @property
+    def most_requests(self) -> int:
+        """Most requests of a call."""
+
+    def ms(self, requests: Sequence[Request], width: int) -> float:
+        """Return the predicted time of `draft_all`."""
+
+    def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
+        """Return at most `width` tokens after each request's known tokens; empty: no draft."""

@@ -1,5 +1,7 @@
 """Drafts change no token: with any policy, cache, setting and drafter."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,10 +12,11 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from cost_models import machine
-from drafters import Informed, OftenRight
+from drafters import Informed, OftenRight, OftenRightModel
 from engine_fakes import FakeExecutor, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import grammar as grammars
@@ -21,9 +24,12 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.request import Request
+from neo_desktop.engine.schedule.draft_rows import MAX_WIDTH
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from neo_desktop.engine.schedule.speculation import MAX_WIDTH, Speculation
+from neo_desktop.engine.schedule.speculation import Speculation
+from neo_desktop.engine.speculate.drafter import Draft
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 
 JSON = grammars.from_json_schema(
@@ -139,10 +145,61 @@ def test_a_predicted_output_is_drafted_and_counted(model: Path) -> None:
     assert len(outputs) < 30
 
 
-def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
-    """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms."""
+class Guesses:
+    """Drafts tokens that may well come next, one as likely as the other; notes how many it drafts."""
+
+    expected = (0.9,)
+
+    def __init__(self, likely: Mapping[tuple[int, ...], Sequence[int]], num_prompt_tokens: int) -> None:
+        self._likely, self._first, self._random = likely, num_prompt_tokens, Random(0)
+
+    def draft(self, request: Request, most: int) -> Draft:
+        known, drafted = tuple(request.token_ids[self._first :]), ()
+        for _ in range(most):
+            drafted += (self._random.choice(self._likely[known + drafted]),)
+        return Draft(drafted)
+
+
+def test_sampled_answers_have_the_models_own_distribution(model: Path) -> None:
+    """Chi-square over answers of three tokens out of the four most probable ones, drafted and verified."""
+    count, top, temperature, prompt = 512, 4, 4.0, [5, 6, 7, 8]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    likely: dict[tuple[int, ...], list[int]] = {}
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for length in range(3):
+        for answer in [each for each in chances if len(each) == length]:
+            with torch.inference_mode():
+                logits = reference(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+            best, tokens = (logits / temperature).topk(top)
+            likely[answer] = tokens.tolist()
+            for token, share in zip(likely[answer], best.softmax(0).tolist(), strict=True):
+                chances[*answer, token] = chances[answer] * share
+    params = SamplingParams(max_tokens=3, temperature=temperature, top_k=top, n=128, ignore_eos=True)
+    options: dict[str, Any] = {"device": "cpu", "policy": "gpu-only", "max_batch_requests": 6}
+    with Engine.from_pretrained(model, cost_model=COST, **options) as engine:
+        engine._scheduler._speculation = Speculation(Guesses(likely, len(prompt)), COST, 256)
+        asked = [replace(params, seed=seed) for seed in range(count // params.n)]
+        answers = Counter(each.token_ids for each in engine.generate([prompt] * len(asked), asked))
+        speculative = engine.stats().speculative
+    assert speculative is not None
+    assert count / 8 < speculative.num_accepted_tokens < speculative.num_drafted_tokens
+    expected = {answer: count * chance for answer, chance in chances.items() if len(answer) == 3}
+    assert answers.keys() <= expected.keys()
+    statistic = sum((answers[answer] - mean) ** 2 / mean for answer, mean in expected.items())
+    free = len(expected) - 1
+    assert free == top**3 - 1
+    assert abs(statistic - free) < 4 * (2 * free) ** 0.5  # its mean and four standard deviations
+
+
+def virtual_ms(share: float | None, count: int, row_ms: float, model: OftenRightModel | None = None) -> float:
+    """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms.
+
+    Args:
+        share: of right tokens of a drafter that takes no time; None: there is none.
+    """
     kv = KVCache({KVTier.DEVICE: 4000}, 4)
-    speculation = None if share is None else Speculation(OftenRight(share), None, 64)
+    drafter = None if share is None else OftenRight(share)
+    speculation = None if drafter is None and model is None else Speculation(drafter, None, 64, model)
     scheduler = Scheduler(kv, POLICIES["gpu-only"], SchedulerLimits(256, 64), speculation=speculation)
     requests = [make_request(str(i), [1, 2, i], SamplingParams(max_tokens=200)) for i in range(count)]
     executor, ms = FakeExecutor(4, 256), 0.0
@@ -154,7 +211,7 @@ def virtual_ms(share: float | None, count: int, row_ms: float) -> float:
         ms += total_ms
     for request in requests:
         assert request.token_ids[3:] == reference_output(request, 200)
-    return ms
+    return ms + (0.0 if model is None else model.spent_ms)
 
 
 @pytest.mark.sample(4)
@@ -169,6 +226,24 @@ def test_drafts_save_time_where_they_are_right_and_rows_are_cheap_and_cost_littl
     if count == 1 and row_ms == 0.1:
         assert by_share[1.0] < without / 4
         assert by_share[0.6] < without / 1.7
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("step_ms", [0.4, 2.0, 9.0])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_model_drafts_where_that_pays_and_costs_little_elsewhere(
+    count: int, step_ms: float, share: float
+) -> None:
+    without = virtual_ms(None, count, 0.1)
+    assert virtual_ms(None, count, 0.1, OftenRightModel(share, step_ms)) < 1.05 * without
+    assert virtual_ms(0.9, count, 0.1, OftenRightModel(share, step_ms)) < 1.05 * virtual_ms(0.9, count, 0.1)
+    if share == 1.0 and step_ms == 0.4:
+        assert virtual_ms(None, count, 0.1, OftenRightModel(share, step_ms)) < without / 2.5
+
+
+def test_other_drafts_remain_where_a_model_has_none() -> None:
+    silent = OftenRightModel(1.0, 0.01, expected=0.99, is_able=False)
+    assert virtual_ms(0.9, 1, 0.1, silent) == virtual_ms(0.9, 1, 0.1)
 
 
 @given(

@@ -18,7 +18,7 @@ class Sequence:
     name: str
     tokens: list[int]
     computed: int
-    planned: list[tuple[int, int, StateSlots]] = field(default_factory=list)  # start, tokens, slots
+    planned: list[tuple[int, int, list[int]]] = field(default_factory=list)  # start, tokens, draft
 
     @property
     def hashes(self) -> list[BlockHash]:
@@ -56,16 +56,21 @@ class Slots:
     def plan(self) -> None:
         for sequence in self.running:
             rest = len(sequence.tokens) - sequence.computed
-            if len(sequence.planned) == 2 or not rest:
+            if len(sequence.planned) == 2 or not rest or (sequence.planned and sequence.planned[-1][2]):
                 continue
             start, count = sequence.computed, self.rng.randint(1, rest)
             slots = self.cache.plan(sequence.name, start, count, is_last=count == rest)
-            sequence.planned.append((start, count, slots))
+            draft = [self.rng.randrange(2) for _ in range(self.rng.randrange(4))]
+            rows = self.cache.plan_draft(sequence.name, len(draft)) if count == rest == 1 else []
+            draft = draft[: len(rows)]
+            sequence.planned.append((start, count, draft))
             sequence.computed += count
             self.run(sequence, start, count, slots)
+            for number, row in enumerate(rows, 1):
+                self.run(Sequence("", [*sequence.tokens, *draft], 0), start + number, 1, row)
 
     def run(self, sequence: Sequence, start: int, count: int, slots: StateSlots) -> None:
-        """Carry out an iteration; it may be repeated."""
+        """Carry out an iteration, or a row of a draft; it may be repeated."""
         for _ in range(self.rng.randint(1, 2)):
             before = () if slots.source < 0 else self.content[slots.source]
             assert before == tuple(sequence.tokens[:start])
@@ -76,9 +81,12 @@ class Slots:
     def settle(self) -> None:
         for sequence in self.running:
             if sequence.planned:
-                start, count, _ = sequence.planned.pop(0)
-                self.cache.settle(sequence.name, sequence.hashes, start, count)
-                if start + count == len(sequence.tokens):
+                start, count, draft = sequence.planned.pop(0)
+                num_accepted = self.rng.randint(0, len(draft))
+                sequence.tokens += draft[:num_accepted]
+                sequence.computed += num_accepted
+                self.cache.settle(sequence.name, sequence.hashes, start, count, num_accepted)
+                if start + count + num_accepted == len(sequence.tokens):
                     sequence.tokens.append(self.rng.randrange(2))
 
     def take_back(self) -> None:

@@ -1,18 +1,21 @@
 """Traced stages in graphs: on imitated streams, and on a GPU."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from graph_case import BLOCK_SIZE, make_executor
+from graph_case import BLOCK_SIZE, make_executor, sequence
 from imitated_streams import ImitatedBackend
 from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage
 from recurrent_models import RECURRENT
 from traced_models import FAMILIES, save
 
+from neo_desktop.engine.batch import IterationPlan, StateSlots, SubBatch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.kv_tier import MEASURED_TIERS
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
@@ -63,6 +66,48 @@ def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
         iterations.take_in(result)
     assert graphs
     executor.close()
+
+
+def step(position: int, states: Sequence[int], tokens: int = 1) -> IterationPlan:
+    """Return a plan with the next token of a request and its draft, or with its prompt.
+
+    Args:
+        states: slots before the token, after it, and after each token of the draft.
+    """
+    first = sequence("a", position, position + tokens)._replace(states=StateSlots(states[0], states[1]))
+    rows = [first]
+    for row, (source, target) in enumerate(pairwise(states[1:]), position + 1):
+        draft = sequence("a", row, row + 1)
+        rows.append(draft._replace(states=StateSlots(source, target), is_draft=True))
+    return IterationPlan((SubBatch(tuple(rows)),))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1"])
+@pytest.mark.usefixtures("kernels")
+def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path, family: str) -> None:
+    """Graphs of decodes do not have the spans of drafts, and serve again after an iteration with a draft."""
+    model, backend = model_in(save(tmp_path, *RECURRENT[family]), "cpu"), ImitatedBackend(1, num_queues=2)
+    with_graphs, _ = make_executor(model, backend=backend, tiers=(KVTier.DEVICE,))
+    plain, _ = make_executor(model, tiers=(KVTier.DEVICE,))
+    first = 20
+    for executor in (with_graphs, plain):
+        executor.execute(step(0, (-1, 0), first))
+    chosen = []
+    for index in range(9):
+        result = plain.execute(step(first + index, (index % 2, (index + 1) % 2)))
+        chosen.append(result.sampled["a"].token_id)
+    found, graphs = [], []
+    for start, width, slots in ((0, 0, (0, 1)), (1, 0, (1, 2)), (2, 3, (2, 3, 4, 5, 6)), (6, 0, (6, 7))):
+        result = with_graphs.execute(step(first + start, slots))
+        found.append(result.sampled["a"].token_id)
+        found += [token.token_id for token in result.after_drafts.get("a", ())]
+        assert len(found) == start + width + 1
+        graphs.append(backend.was_graph)
+    assert found == chosen[: len(found)]
+    assert graphs == [False, True, False, True]
+    with_graphs.close()
+    plain.close()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import transformers_greedy
 from cost_models import machine
+from drafters import Informed
 from recurrent_models import RECURRENT
 from traced_models import save
 
@@ -18,6 +19,7 @@ from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.setup import take_memory
 
 TOKENS = 14
@@ -70,6 +72,29 @@ def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str],
             before = engine._scheduler.counters.num_cached_tokens
             check(engine, folder)  # prompts come back: from checkpoints
             assert engine._scheduler.counters.num_cached_tokens - before > 100
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_drafts_change_no_token(
+    folder_of: Callable[[str], Path], family: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong drafts leave no state behind, also in iterations that fail."""
+    folder = folder_of(family)
+    answers = {(tuple(each), 0): transformers_greedy(folder, each, TOKENS) for each in prompts()}
+    with engine_of(folder, "auto") as engine:
+        engine._scheduler._speculation = Speculation(Informed(answers, share), COST, 64)
+        check(engine, folder)
+        engine._kv_cache.check()
+        speculative = engine.stats().speculative
+        assert speculative is not None
+        assert speculative.num_accepted_tokens > 20
+        assert (speculative.num_accepted_tokens < speculative.num_drafted_tokens) == (share < 1)
+        executor = engine._iterations.executor
+        monkeypatch.setattr(executor, "start", Failing(executor.start))
+        check(engine, folder)  # prompts come back: from checkpoints
+        engine._kv_cache.check()
 
 
 class Failing:

@@ -28,6 +28,36 @@ class OftenRight:
 
 
 @dataclass
+class OftenRightModel:
+    """A model with the drafts of `OftenRight`; each token takes `step_ms`, which it adds up in `spent_ms`."""
+
+    share: float
+    step_ms: float
+    expected: float = 0.6
+    is_able: bool = True  # False: it never has a draft
+    spent_ms: float = 0.0
+    most_requests = 16
+
+    def __post_init__(self) -> None:
+        self.random = Random(0)
+
+    def ms(self, requests: Sequence[Request], width: int) -> float:
+        return width * self.step_ms
+
+    def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
+        if not self.is_able:
+            return [()] * len(requests)
+        self.spent_ms += self.ms(requests, width)
+        return [self._draft(request, width) for request in requests]
+
+    def _draft(self, request: Request, width: int) -> list[int]:
+        tokens = list(request.token_ids)
+        for _ in range(width):
+            tokens.append(next_token(tokens) + (self.random.random() >= self.share))
+        return tokens[len(request.token_ids) :]
+
+
+@dataclass
 class Informed:
     """Drafts from answers by (prompt, choice); each token is right with the probability `share`."""
 

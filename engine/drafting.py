@@ -1,0 +1,160 @@
+"""Sets up a draft model beside the model: its place, its memory and its executor.
+
+Its weights, KV and iterations take their memory before the model's weights are placed, so all later plans
+find less free memory. It is on the GPU if all weights of the model fit there as well. Otherwise it is in host
+memory, and the CPU computes it: weights of the model that leave the GPU would cost more than drafts gain.
+"""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layer import block_bytes
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.streamed import make_pool
+from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.loading import LoadedModel, load, open_model
+from neo_desktop.engine.options import GIB, MAX_BATCH_TOKENS, EngineOptions
+from neo_desktop.engine.predict.weight_plan import WeightPlan
+from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.rates import measured_rates
+from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.speculate.draft_model import DraftModel
+from neo_desktop.engine.unused_memory import return_memory
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.protocol import WeightFormat
+
+logger = logging.getLogger(__name__)
+
+MOST_REQUESTS = 16  # that get drafts together: with more, drafts hardly pay
+KV_SHARE = 0.02  # most of the free memory that the draft model's KV takes
+KV_CONTEXTS = 8  # most of its longest contexts that it holds
+HOST = torch.device("cpu")
+
+
+class Drafting:
+    """The draft model of an engine.
+
+    Raises:
+        ModelError: it cannot be used, or its vocabulary differs from the model's.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        assert options.draft_model is not None
+        self.options = options  # for the model: memory that the draft model took does not count as free
+        self.drafter: DraftModel | None = None  # set by `plan`
+        self._executor: Executor | None = None
+        checkpoint = open_model(options.draft_model)
+        self._name = checkpoint.name
+        if checkpoint.config().state_bytes:
+            raise ModelError(
+                f"{self._name} has recurrent layers and cannot draft: choose another draft model."
+            )
+        model = open_model(options.model)
+        difference = model.tokenizer().difference(checkpoint.tokenizer())
+        if difference is not None:
+            raise ModelError(
+                f"{self._name} cannot draft for {model.name}, since their vocabularies differ: {difference}."
+            )
+
+    def plan(
+        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
+    ) -> WeightPlan | None:
+        """Load the draft model, and plan the placement of the model's weights beside it: a `Planner`."""
+        plan = partial(plan_memory, config, form, dtype, device, rates=partial(measured_rates, device, dtype))
+        if device.type == "cuda":
+            free = FreeMemory.now(device)
+            try:
+                self._load(device, config.vocab_size)
+                taken = free.device_bytes - FreeMemory.now(device).device_bytes
+                options = self._charged("gpu_memory_gib", taken)
+                if plan(options) is None:
+                    self.options = options
+                    logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
+                    return None
+            except MemoryError:
+                pass  # the model and the draft model do not fit together
+            self.close()
+            return_memory()
+        taken = self._load(HOST, config.vocab_size)
+        self.options = self._charged("cpu_memory_gib", taken)
+        logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
+        return plan(self.options)
+
+    def close(self) -> None:
+        """End the draft model's threads and drop its memory; may be called again."""
+        if self.drafter is not None:
+            self.drafter.close()
+        if self._executor is not None:
+            self._executor.close()
+        self.drafter = self._executor = None
+
+    def _charged(self, cap: str, taken: int) -> EngineOptions:
+        """Return the options with a limit on memory that is lower by the draft model's bytes.
+
+        Raises:
+            MemoryError: the draft model takes more than the limit.
+        """
+        gib = getattr(self.options, cap)
+        if gib is None:
+            return self.options
+        if gib <= taken / GIB:
+            raise MemoryError(
+                f"the draft model takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or "
+                "choose a smaller draft model"
+            )
+        return replace(self.options, **{cap: gib - taken / GIB})
+
+    def _load(self, device: torch.device, vocab_size: int) -> int:
+        """Load the draft model on a device, and measure it; return the bytes of its KV."""
+        assert self.options.draft_model is not None
+        options = replace(
+            self.options,
+            model=self.options.draft_model,
+            draft_model=None,
+            speculate="off",
+            device=device.type,
+            gpu_weights_gib=None,
+            gpu_slice=self.options.gpu_slice if device.type == "cuda" else None,
+        )
+        loaded = load(options)
+        decoder, config = loaded.decoder, loaded.config
+        pool = _pool(loaded, options)
+        max_tokens = MAX_BATCH_TOKENS[device.type]
+        self._executor = executor = build_executor(
+            decoder, KVStorage({KVTier.DEVICE: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
+        )
+        self.drafter = DraftModel(
+            executor.execute,
+            KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
+            max_context_tokens=config.max_context_tokens,
+            own_vocab_size=config.vocab_size,
+            vocab_size=vocab_size,
+            max_tokens=max_tokens,
+            most_requests=MOST_REQUESTS,
+        )
+        return sum(part.nbytes for part in pool.parts)
+
+
+def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
+    """Return the KV of a draft model. Its memory is written once, so that it does not count as free."""
+    decoder, config = loaded.decoder, loaded.config
+    cap = options.gpu_memory_gib if decoder.device.type == "cuda" else options.cpu_memory_gib
+    free = FreeMemory.now(decoder.device).device_bytes
+    room = int(KV_SHARE * (free if cap is None else min(free, cap * GIB)))
+    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
+    run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
+    most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
+    num_blocks = BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
+    with loaded.streams.on_device():
+        pool = make_pool(KVTier.DEVICE, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
+        for part in pool.parts:
+            part.zero_()
+    return pool
