@@ -69,7 +69,7 @@ def lines(path: Path) -> list[Any]:
 def ask(
     client: openai.OpenAI, model: str, question: Any, choice: str, *, several: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the calls that the model made, and whether all of them fit their schemas."""
+    """Return the calls that the model made, and whether all calls fit their schemas."""
     schemas = {
         re.sub(r"\.", "_", function["name"]): schema_of(function["parameters"])
         for function in question["function"]

@@ -146,9 +146,9 @@ class Drafting:
 def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
     """Return the KV of a draft model. Its memory is written once, so that it does not count as free."""
     decoder, config = loaded.decoder, loaded.config
-    cap = options.gpu_memory_gib if decoder.device.type == "cuda" else options.cpu_memory_gib
+    cap = options.gpu_memory_bytes if decoder.device.type == "cuda" else options.cpu_memory_bytes
     free = FreeMemory.now(decoder.device).device_bytes
-    room = int(KV_SHARE * (free if cap is None else min(free, cap * GIB)))
+    room = int(KV_SHARE * (free if cap is None else min(free, cap)))
     run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
     run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)

@@ -247,8 +247,7 @@ class EngineOptions:
     speculate: str = option(
         "auto",
         "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
-        "texts stay the same. Drafts come from the request's own text (ngram), or from --draft-model "
-        "(draft); auto takes every source.",
+        "texts stay the same. Sources: the request's text (ngram), --draft-model (draft), both (auto).",
         fixed_choices=("auto", "off", "ngram", "draft"),
     )
     draft_model: Path | None = option(

@@ -19,7 +19,7 @@ from .conftest import RunningServer, eventually, running
 from .fake_engine import MODEL, ScriptedExecutor, make_engine
 from .mcp_server import SECRET, Notes, notes_server
 
-# Its tools are explained, since it shows none; what the model wrote comes back as it was.
+# Its tools are explained, since it shows none; text of the model comes back unchanged.
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 QUESTION = "What is 1 + 2?"
 

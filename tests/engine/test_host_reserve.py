@@ -16,7 +16,7 @@ from reserve_case import MEASURED_TIERS, PARAMS, PROMPTS, RESERVE, Machine, tiny
 
 from neo_desktop import SamplingParams
 from neo_desktop.app.engines import loop
-from neo_desktop.app.engines.messages import Event, Status, Stop
+from neo_desktop.app.engines.messages import Event, Gained, Stop
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve, reserve_bytes
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
@@ -165,7 +165,7 @@ def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: 
         told = events.get(timeout=60.0)
         engine_loop.take(Stop())
         thread.join()
-    assert isinstance(told, Status)
+    assert isinstance(told, Gained)
     assert told.stats.pools[KVTier.HOST].num_given_back_blocks > 0
 
 

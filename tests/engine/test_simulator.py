@@ -1,7 +1,6 @@
 """The simulator's clock, accounting and figures against hand arithmetic and a closed bound."""
 
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 
 import pytest
@@ -97,37 +96,6 @@ def test_the_clock_jumps_to_the_next_arrival_and_waiting_counts_as_latency() -> 
         FinishedRequest(100.0, 101.0, 102.0, 16, 2),
     ]
     assert result.makespan_ms == 102.0
-
-
-# ---- drafts ----
-
-
-@pytest.mark.parametrize("policy", ["gpu-only", "auto", "fastdecode"])
-@pytest.mark.parametrize("count", [1, 4, 64])
-def test_right_drafts_raise_the_rate_of_few_chats_and_none_lowers_it(policy: str, count: int) -> None:
-    requests = [WorkloadRequest(0.0, 100, 120)] * count
-    blocks = KVBudget(65_536, 65_536, STREAMED_TOKENS).num_blocks()
-
-    def rate(acceptance: float) -> float:
-        result = simulate(
-            requests, POLICIES[policy], machine(), blocks, BLOCK_SIZE, LIMITS, acceptance=acceptance
-        )
-        assert result.output_tokens == 120 * count
-        return result.output_tokens_per_s
-
-    without, *rates = map(rate, (0.0, 0.3, 0.7, 0.9))
-    assert all(more > 0.99 * less for less, more in pairwise([without, *rates]))
-    if count == 1 and policy == "gpu-only":
-        # 1 + 0.7 + ... + 0.7^8 = 3.2 tokens per iteration, if reading the weights is all that takes time
-        assert 2.0 < rates[1] / without < 3.2
-
-
-def test_a_perfect_draft_of_eight_tokens_costs_one_iteration() -> None:
-    cost = flat_cost(1.0)
-    blocks = KVBudget(1024, 1024, STREAMED_TOKENS).num_blocks()
-    request = WorkloadRequest(0.0, 16, 1 + 4 * 9)
-    result = simulate([request], POLICIES["gpu-only"], cost, blocks, BLOCK_SIZE, LIMITS, acceptance=1.0)
-    assert result.totals.num_iterations == 1 + 4
 
 
 # ---- accounting ----
