@@ -19,11 +19,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.simulation.machine import GIB, GpuPreset, HostPreset
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import SHAPES
-from neo_desktop.models.traced_shapes import TRACED_SHAPES
 
 FILE = Path(__file__).with_name("world.json")
 

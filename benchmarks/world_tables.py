@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
+from neo_desktop.app.simulate.traced_shapes import TracedShape
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.predict.weight_plan import divides_experts
 from neo_desktop.models.config import ModelConfig
@@ -20,7 +21,6 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.stored_form import StoredForm
-from neo_desktop.models.traced_shapes import TracedShape
 from research.cases import header
 from research.cases import row as print_row
 from research.weights_simulation import chat_rate

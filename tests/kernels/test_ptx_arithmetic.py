@@ -161,25 +161,24 @@ def test_small_floats_are_added_to_float32(kind: str) -> None:
     assert (found == (x.double() * y.double() + z.double()).float().numpy()).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [
-        ("div.full.f32", lambda x, y: x / y),
-        ("max.f32", torch.fmax),
-        ("min.f32", torch.fmin),
-        ("max.NaN.f32", torch.maximum),
-        ("min.NaN.f32", torch.minimum),
-        ("ex2.approx.f32", torch.exp2),
-        ("lg2.approx.f32", torch.log2),
-        ("sqrt.rn.f32", torch.sqrt),
-        ("rsqrt.approx.f32", torch.rsqrt),
-        ("rcp.rn.f32", torch.reciprocal),
-        ("tanh.approx.f32", torch.tanh),
-        ("neg.f32", torch.neg),
-        ("abs.f32", torch.abs),
-    ],
-    ids=str,
-)
+FUNCTIONS: list[tuple[str, Callable[..., torch.Tensor]]] = [
+    ("div.full.f32", lambda x, y: x / y),
+    ("max.f32", torch.fmax),
+    ("min.f32", torch.fmin),
+    ("max.NaN.f32", torch.maximum),
+    ("min.NaN.f32", torch.minimum),
+    ("ex2.approx.f32", torch.exp2),
+    ("lg2.approx.f32", torch.log2),
+    ("sqrt.rn.f32", torch.sqrt),
+    ("rsqrt.approx.f32", torch.rsqrt),
+    ("rcp.rn.f32", torch.reciprocal),
+    ("tanh.approx.f32", torch.tanh),
+    ("neg.f32", torch.neg),
+    ("abs.f32", torch.abs),
+]
+
+
+@pytest.mark.parametrize(("name", "exact"), FUNCTIONS, ids=[name for name, _ in FUNCTIONS])
 def test_functions_of_floats(name: str, exact: Callable[..., torch.Tensor]) -> None:
     """On a GPU, `.approx` is less exact."""
     operands = [floats() for _ in range(1 + (name[:3] in ("div", "max", "min")))]
