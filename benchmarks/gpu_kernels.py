@@ -22,6 +22,7 @@ from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.models import operators
+from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.linear import grouped
 from neo_desktop.models.linear.codes import CODINGS
 from neo_desktop.models.linear.grouped import Grouped
@@ -226,7 +227,7 @@ def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -
     kernel = kernel_on(device, dtype, HEAD_DIM, window is not None)
     return Case(
         f"prefill attention ({kernel}) of {len(q)} tokens, window {window}",
-        lambda: group.attend(q, contexts, out, scale, window),
+        lambda: group.attend(q, contexts, out, AttentionSpec(scale, window)),
         (out,),
         (torch.cat(expected),),
         2 * q.nbytes + contexts.nbytes,

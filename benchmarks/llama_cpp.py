@@ -97,7 +97,7 @@ def answer_ourselves(options: EngineOptions, given: argparse.Namespace, file: Pa
         check_expressible(model.config)
     parts = take_memory(model, options)
     workload = Workload(tuple(synthetic(given.requests, given.input, given.output)), 0)
-    prompts = [workload.prompts(0, turn, vocab_size) for turn in range(given.repeats + 1)]
+    prompts = [workload.prompts(turn, vocab_size) for turn in range(given.repeats + 1)]
     with closing(Engine.from_parts(parts, given.policy)) as engine:
         found = [
             run(engine, each, workload.params(None if turn else TOP_LOGPROBS), lambda share: None)

@@ -72,10 +72,8 @@ class ThrottledStages(Stages):
 
     layer_s = 0.0
 
-    def advance(
-        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
-    ) -> None:
-        throttled(partial(super().advance, finished, begun, state, store), self.layer_s)
+    def advance(self, index: int, state: State, store: Store | None = None) -> None:
+        throttled(partial(super().advance, index, state, store), self.layer_s)
 
 
 def config_of(num_layers: int) -> ModelConfig:

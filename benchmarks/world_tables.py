@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
-from neo_desktop.app.simulate.traced_shapes import TracedShape
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.predict.weight_plan import divides_experts
 from neo_desktop.models.config import ModelConfig
@@ -85,7 +85,7 @@ def ours(row: Row) -> tuple[str, str]:
         if rate is None:
             found.append("does not fit")
         else:
-            divided = isinstance(config, TracedShape) and divides_experts(config, rate[1])
+            divided = row["model"] in TRACED_SHAPES and divides_experts(config, rate[1])
             found.append(f"{rate[0]:.3g}" + (" if experts were divided" if divided else ""))
     return found[0], found[1]
 

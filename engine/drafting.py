@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.kv.cache import KVCache
@@ -50,7 +51,7 @@ class Drafting:
         assert options.draft_model is not None
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
-        self._executor: Executor | None = None
+        self._executor: Executor | None = None  # of the drafter
         checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
         if checkpoint.config().state_bytes:
@@ -79,10 +80,11 @@ class Drafting:
                     self.options = options
                     logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
                     return None
-            except MemoryError:
-                pass  # the model and the draft model do not fit together
-            self.close()
-            return_memory()
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+                    raise
+            self.drafter = None  # the model and the draft model do not fit together
+            self._release()
         taken = self._load(HOST, config.vocab_size)
         self.options = self._charged("cpu_memory_gib", taken)
         logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
@@ -92,9 +94,13 @@ class Drafting:
         """End the draft model's threads and drop its memory; may be called again."""
         if self.drafter is not None:
             self.drafter.close()
+        self._release()
+
+    def _release(self) -> None:
         if self._executor is not None:
             self._executor.close()
-        self.drafter = self._executor = None
+            self._executor = None
+        return_memory()
 
     def _charged(self, cap: str, taken: int) -> EngineOptions:
         """Return the options with a limit on memory that is lower by the draft model's bytes.
@@ -115,12 +121,16 @@ class Drafting:
     def _load(self, device: torch.device, vocab_size: int) -> int:
         """Load the draft model on a device, and measure it; return the bytes of its KV."""
         assert self.options.draft_model is not None
+        weights_dtype = self.options.weights_dtype
+        if device == HOST and weights_dtype == "exact":  # a CPU's kernels round inputs
+            weights_dtype = "auto"
         options = replace(
             self.options,
             model=self.options.draft_model,
             draft_model=None,
             speculate="off",
             device=device.type,
+            weights_dtype=weights_dtype,
             gpu_weights_gib=None,
             gpu_slice=self.options.gpu_slice if device.type == "cuda" else None,
         )
@@ -134,6 +144,7 @@ class Drafting:
         self.drafter = DraftModel(
             executor.execute,
             KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
+            self._release,
             max_context_tokens=config.max_context_tokens,
             own_vocab_size=config.vocab_size,
             vocab_size=vocab_size,

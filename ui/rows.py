@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from neo_desktop.app.chats.messages import Message, branch
-from neo_desktop.app.chats.rounds import Round, place_of
+from neo_desktop.app.chats.rounds import CallState, Round, place_of
 from neo_desktop.app.chats.tool_calls import Decision
 
 MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch
@@ -17,7 +17,14 @@ Row = dict[str, Any]
 
 # Code is shown unchanged; elsewhere a `<` begins no element, and a picture is a link: none is fetched.
 _CODE = re.compile(r"(`{3,}[^`]*(?:`{3,}|\Z)|~{3,}.*?(?:~{3,}|\Z)|`[^`\n]+`)", re.DOTALL)
-_CALLS = {"failed": ": failed", "refused": ": refused", "done": ""}
+_CALLS: dict[CallState, str] = {
+    "done": "",
+    "failed": ": failed",
+    "refused": ": refused",
+    "open": ": not run",
+    "asked": ": not run",
+    "running": ": interrupted, it may have run",
+}
 _DECISIONS: dict[Decision, str] = {
     "allow": "Allow",
     "always": "Allow for this chat",
@@ -111,7 +118,7 @@ def _round(one: Round, is_live: bool) -> list[Row]:
         rows.append({"role": "assistant", "content": safe(one.text)})
     for call in one.calls:
         is_open = is_live and call.state in ("asked", "running")
-        ended = _CALLS.get(call.state, "" if is_live else ": not run")
+        ended = "" if is_live and call.result is None else _CALLS[call.state]
         server = f" of {_word(call.server)}" if call.server else ""
         content = _fenced(_pretty(call.arguments), "json")
         if call.result is not None:

@@ -180,6 +180,7 @@ class Answers:
         told = partial(self._news.tell, text_topic(message.chat_id))
         tools = await self.calls.tools(settings.servers)
         await self.calls.settle(growing, tools, service.max_context_tokens, told)
+        service = await self._service()  # meanwhile the model may have been unloaded, or another one loaded
         earlier = [one for round_ in growing.message.rounds for one in round_.messages()]
         conversation = Conversation(
             [*to_send(way, settings), *earlier],

@@ -11,6 +11,7 @@ from neo_desktop.app.generate.history import arguments_of, function_call
 CallState = Literal["open", "asked", "running", "done", "failed", "refused"]
 
 NOT_RUN = "The tool was not run."
+INTERRUPTED = "The call was interrupted: the tool may have run. Ask the user before you repeat it."
 
 _Text = Annotated[str, Field(max_length=8_000_000)]
 _Name = Annotated[str, Field(max_length=1000)]
@@ -18,7 +19,10 @@ _Name = Annotated[str, Field(max_length=1000)]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; asked: it waits for the user's permission."""
+    """A call of a tool.
+
+    "asked": it waits for the user's permission; "running" in an answer at rest: it was interrupted.
+    """
 
     id: _Name
     name: _Name  # in the model's words
@@ -28,6 +32,13 @@ class ToolCall:
     state: CallState = "open"
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    @property
+    def told(self) -> str:
+        """The result as the model reads it."""
+        if self.result is not None:
+            return self.result
+        return INTERRUPTED if self.state == "running" else NOT_RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,7 @@ class Round:
             {
                 "role": "tool",
                 "tool_call_id": call.id,
-                "content": NOT_RUN if call.result is None else call.result,
+                "content": call.told,
             }
             for call in self.calls
         ]

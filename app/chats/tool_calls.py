@@ -76,7 +76,7 @@ class ToolCalls:
                 answer.change_call(place, "failed", f"Error: there is no tool {call.name!r}, only: {known}")
             elif isinstance(arguments, str):
                 answer.change_call(place, "failed", "Error: the arguments are not a JSON object")
-            elif not await self._is_allowed(answer, place, tool, told):
+            elif not await self._is_allowed(answer, place, tool, told, was_begun=call.state == "running"):
                 answer.change_call(place, "refused", REFUSED)
             else:
                 answer.change_call(place, "running", server=tool.server)
@@ -91,12 +91,18 @@ class ToolCalls:
             told()
 
     async def _is_allowed(
-        self, answer: GrowingAnswer, place: int, tool: "ServerTool", told: Callable[[], None]
+        self,
+        answer: GrowingAnswer,
+        place: int,
+        tool: "ServerTool",
+        told: Callable[[], None],
+        *,
+        was_begun: bool,
     ) -> bool:
-        """Ask the user, unless this tool is always allowed in this chat."""
+        """Ask the user, unless this tool is always allowed in this chat and its call was not interrupted."""
         message = answer.message
         permission = (message.chat_id, tool.server, tool.name)
-        if permission in self._allowed:
+        if permission in self._allowed and not was_begun:
             return True
         key = (message.id, place_of(len(message.rounds) - 1, place))
         waiting: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 FILE_NAME = "mcp.json"
-_SECRET_OPTION = re.compile(r"key|token|secret|passw|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"key|token|secret|passw|pwd|auth|cookie|cred", re.IGNORECASE)
+_PASSWORD_IN_URL = re.compile(r"://[^/\s@]*:([^/\s@]+)@")
 _MIN_SECRET_CHARS = 4  # a shorter value would hide parts of other words
 
 
@@ -51,15 +52,20 @@ class ServerConfig(BaseModel):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
     def without_secrets(self, text: str) -> str:
-        """Return a text in which the values of env, headers, secret options and the url are hidden."""
+        """Return a text without the url, its passwords, and values whose names are those of secrets."""
         if self.url is not None:
             text = text.replace(self.url, self.where)
         parts = urlsplit(self.url or "")
-        found = [*self.env.values(), *self.headers.values(), parts.query, parts.netloc.rpartition("@")[0]]
-        found += [value.partition(" ")[2] for value in self.headers.values()]  # Bearer …
-        for option, value in pairwise((*self.args, "")):
-            if _SECRET_OPTION.search(option.partition("=")[0]):
-                found.append(option.partition("=")[2] or value)
+        named = [*self.env.items(), *self.headers.items()]
+        named += [
+            (option.partition("=")[0], option.partition("=")[2] or value)
+            for option, value in pairwise((*self.args, ""))
+        ]
+        found = [value for name, value in named if _SECRET_NAME.search(name)]
+        found += [value.partition(" ")[2] for value in found]  # Bearer …
+        found += [parts.query, parts.netloc.rpartition("@")[0]]
+        for value in (*self.args, *self.env.values()):
+            found += _PASSWORD_IN_URL.findall(value)
         for secret in sorted(found, key=len, reverse=True):
             if len(secret) >= _MIN_SECRET_CHARS:
                 text = text.replace(secret, "•••")

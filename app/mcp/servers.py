@@ -124,7 +124,7 @@ class McpServers:
 def _session_class() -> "type[Session]":
     try:
         from neo_desktop.app.mcp.session import Session
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # or too old a version
         raise McpError(
             f"tools of MCP servers need the package {error.name}: pip install 'neo-desktop[mcp]'"
         ) from error

@@ -29,7 +29,8 @@ from pydantic import ValidationError
 from neo_desktop.app.mcp.config import McpError, ServerConfig
 
 # Their records quote what servers send, and addresses: both may hold secrets.
-logging.getLogger("mcp").setLevel(logging.CRITICAL)
+for _name in ("mcp", "client"):  # the package has both
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 for _name in ("httpx2", "httpcore2"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 

@@ -300,7 +300,9 @@ class Speculation:
         asked = [
             index
             for index, (each, chances) in enumerate(zip(able, every, strict=True))
-            if most_tokens(each.request) > 0 and means[index] > max(chances, default=0.0)
+            if most_tokens(each.request) > 0
+            and means[index] > max(chances, default=0.0)
+            and model.is_able(each.request)
         ]
         asked = sorted(asked, key=lambda index: -means[index])[: min(model.most_requests, num_free)]
         if not asked:

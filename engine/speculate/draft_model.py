@@ -55,6 +55,7 @@ class DraftModel:
 
     Args:
         execute: carries out a plan of the draft model.
+        release: frees the draft model's memory.
         kv: block counts of its KV, in one tier.
         max_context_tokens: of the draft model.
         own_vocab_size: tokens that the draft model knows.
@@ -69,6 +70,7 @@ class DraftModel:
         self,
         execute: Callable[[IterationPlan], IterationResult],
         kv: KVCache,
+        release: Callable[[], object],
         *,
         max_context_tokens: int,
         own_vocab_size: int,
@@ -78,6 +80,7 @@ class DraftModel:
     ) -> None:
         self.most_requests = most_requests
         self._execute: Callable[[IterationPlan], IterationResult] | None = execute
+        self._release = release
         self._kv = kv
         (self._tier,) = kv.tiers
         self._most_tokens = min(max_context_tokens, kv.capacity_tokens(self._tier))  # of a request
@@ -103,10 +106,8 @@ class DraftModel:
         return width * self._step(len(requests)) + num_late * self._token_ms
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
-        if self._execute is None:
-            return [()] * len(requests)
         self._free([name for name, context in self._contexts.items() if context.is_void])
-        able = [request for request in requests if self._is_able(request)]
+        able = [request for request in requests if self.is_able(request)]
         self._make_room(able)
         try:
             drafts = self._drafts(able, width)
@@ -119,12 +120,13 @@ class DraftModel:
         return [self._usable(drafts.get(request.request_id, ())) for request in requests]
 
     def close(self) -> None:
-        """Drop the model; there are no drafts any more."""
+        """Drop the model and its memory; there are no drafts any more. May be called again."""
         self._execute = None
+        self._release()
 
-    def _is_able(self, request: Request) -> bool:
+    def is_able(self, request: Request) -> bool:
         """Return True if the draft model knows all the request's tokens, and its KV has room for them."""
-        if request.images is not None or len(request.token_ids) > self._most_tokens:
+        if self._execute is None or request.images is not None or len(request.token_ids) > self._most_tokens:
             return False
         context = self._contexts.get(request.request_id)
         new = request.token_ids[0 if context is None else context.num_checked :]

@@ -39,6 +39,9 @@ class ModelDrafter(Protocol):
     def most_requests(self) -> int:
         """Most requests of a call."""
 
+    def is_able(self, request: Request) -> bool:
+        """Return True if drafts for this request are possible."""
+
     def ms(self, requests: Sequence[Request], width: int) -> float:
         """Return the predicted time of `draft_all`."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from neo_desktop.app.chats import answers
 from neo_desktop.app.chats.messages import to_send
+from neo_desktop.app.chats.rounds import rounds_of
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.tool_calls import REFUSED
 
@@ -29,6 +30,7 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 ADD = call_text("add", a=1, b=2)
+SLOW = call_text("slow")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +185,21 @@ def test_a_stopped_question_is_asked_again_when_the_answer_is_continued(
     answer = chats.ended(answer)
     assert (answer["state"], answer["text"]) == ("done", "It is 3.")
     assert notes.calls == [(1, 2)]
+
+
+def test_an_interrupted_call_may_have_run_and_is_never_repeated_without_asking(
+    chats: ChatClient, executor: ScriptedExecutor
+) -> None:
+    executor.answers = [SLOW, "Nothing."]
+    answer = asked(chats, chats.new_chat(servers=["notes"]))
+    chats.call("decide", "always", answer["id"], "0.0")
+    chats.until(answer, lambda node: calls_of(node)[0]["state"] == "running")
+    answer = chats.call("stop", answer["id"])
+    (one,) = rounds_of(json.dumps(answer["rounds"]))
+    assert "may have run" in one.messages()[-1]["content"]
+    eventually(lambda: not chats.entries()[0]["is_streaming"])
+    chats.call("resume", answer["id"])
+    chats.until(answer, lambda node: bool(node["state"] == "waiting" and is_asked(node)))
 
 
 def _tried(chats: ChatClient, answer: Json) -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from neo_desktop.app.mcp import session
-from neo_desktop.app.mcp.config import McpError, read_config
+from neo_desktop.app.mcp.config import McpError, ServerConfig, read_config
 from neo_desktop.app.mcp.servers import McpServers
 from neo_desktop.app.news import News
 
@@ -173,6 +173,18 @@ def test_a_call_has_a_time_limit_and_the_server_stays(
         assert (await servers.call("notes", "add", {"a": 2, "b": 2})).text == "4"
 
     with_servers(tmp_path, use)
+
+
+def test_secrets_are_hidden_by_their_names_and_other_values_stay() -> None:
+    config = ServerConfig(
+        name="a",
+        command="x",
+        args=("--api-key", SECRET, f"postgresql://bob:{SECRET}2@db/x"),
+        env={"DEBUG": "true", "GITHUB_TOKEN": f"{SECRET}3"},
+    )
+    hidden = config.without_secrets(f'{{"ok": true}} {SECRET} {SECRET}2 {SECRET}3')
+    assert SECRET not in hidden
+    assert '{"ok": true}' in hidden
 
 
 @pytest.mark.parametrize(

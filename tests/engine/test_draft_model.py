@@ -41,7 +41,7 @@ def draft_model(num_blocks: int = 40, **changes: Any) -> tuple[DraftModel, KVCac
     sizes = {"max_context_tokens": 90, "own_vocab_size": 100, "vocab_size": 100}
     executor = FakeExecutor(BLOCK_SIZE, MAX_TOKENS)
     limits = {"max_tokens": MAX_TOKENS, "most_requests": 4}
-    return DraftModel(executor.execute, kv, **(sizes | limits | changes)), kv
+    return DraftModel(executor.execute, kv, executor.close, **(sizes | limits | changes)), kv
 
 
 def gain(request: Request, token_ids: list[int]) -> None:

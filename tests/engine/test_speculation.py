@@ -242,7 +242,7 @@ def test_a_model_drafts_where_that_pays_and_costs_little_elsewhere(
 
 
 def test_other_drafts_remain_where_a_model_has_none() -> None:
-    silent = OftenRightModel(1.0, 0.01, expected=0.99, is_able=False)
+    silent = OftenRightModel(1.0, 0.01, expected=0.99, has_drafts=False)
     assert virtual_ms(0.9, 1, 0.1, silent) == virtual_ms(0.9, 1, 0.1)
 
 

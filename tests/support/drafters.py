@@ -34,19 +34,20 @@ class OftenRightModel:
     share: float
     step_ms: float
     expected: float = 0.6
-    is_able: bool = True  # False: it never has a draft
+    has_drafts: bool = True
     spent_ms: float = 0.0
     most_requests = 16
 
     def __post_init__(self) -> None:
         self.random = Random(0)
 
+    def is_able(self, request: Request) -> bool:
+        return self.has_drafts
+
     def ms(self, requests: Sequence[Request], width: int) -> float:
         return width * self.step_ms
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
-        if not self.is_able:
-            return [()] * len(requests)
         self.spent_ms += self.ms(requests, width)
         return [self._draft(request, width) for request in requests]
 
