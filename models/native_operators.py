@@ -3,8 +3,6 @@
 The module implements `operators.Operators`; `operators` documents the functions.
 """
 
-from functools import partial
-
 from torch import Tensor
 
 from neo_desktop import native
@@ -62,4 +60,16 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor |
     native.rope(heads, cos[:, 0], sin[:, 0], qk_norm, eps)
 
 
-rope_append = partial(operators.rope_append, rotate=rope)
+def rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """See `operators.rope_append`."""
+    rope(qkv, cos, sin, k_cache.shape[2], qk_norm, eps)
+    operators.append(qkv, slots, k_cache, v_cache)

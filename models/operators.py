@@ -132,8 +132,6 @@ def rope_append(
     v_cache: Tensor,
     qk_norm: Tensor | None,
     eps: float,
-    *,
-    rotate: Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None] = rope,
 ) -> None:
     """Normalise (if asked) and rotate queries and keys of `qkv` in place; store keys and values in the cache.
 
@@ -148,10 +146,14 @@ def rope_append(
             strides. Only the dimensions of a head must be contiguous.
         qk_norm: [heads + kv_heads, head_dim], contiguous: weights of an RMSNorm per head before the rotation.
         eps: of the RMSNorm.
-        rotate: computes `rope`.
     """
+    rope(qkv, cos, sin, k_cache.shape[2], qk_norm, eps)
+    append(qkv, slots, k_cache, v_cache)
+
+
+def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Store keys and values of `qkv` in the cache; see `rope_append`."""
     kv_heads, head_dim = k_cache.shape[2:]
-    rotate(qkv, cos, sin, kv_heads, qk_norm, eps)
     heads = qkv.view(len(qkv), -1, head_dim)
     write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
 

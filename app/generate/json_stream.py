@@ -207,5 +207,5 @@ def mended(text: str) -> str | None:
 def complete_members(arguments: str) -> dict[str, Any]:
     """Return the members that are complete in the beginning of an object."""
     # A word at the end may be the beginning of a number.
-    found: dict[str, Any] = from_json(_LAST_WORD.sub("", arguments), allow_partial=True)
+    found: dict[str, Any] = from_json(_LAST_WORD.sub("", arguments) or "{", allow_partial=True)
     return found
