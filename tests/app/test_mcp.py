@@ -176,11 +176,13 @@ def test_a_call_has_a_time_limit_and_the_server_stays(
 
 
 def test_secrets_are_hidden_by_their_names_and_other_values_stay() -> None:
-    config = ServerConfig(
-        name="a",
-        command="x",
-        args=("--api-key", SECRET, f"postgresql://bob:{SECRET}2@db/x"),
-        env={"DEBUG": "true", "GITHUB_TOKEN": f"{SECRET}3"},
+    config = ServerConfig.model_validate(
+        {
+            "name": "a",
+            "command": "x",
+            "args": ("--api-key", SECRET, f"postgresql://bob:{SECRET}2@db/x"),
+            "env": {"DEBUG": "true", "GITHUB_TOKEN": f"{SECRET}3"},
+        }
     )
     hidden = config.without_secrets(f'{{"ok": true}} {SECRET} {SECRET}2 {SECRET}3')
     assert SECRET not in hidden
