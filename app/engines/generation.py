@@ -1,6 +1,7 @@
 """The outputs of a request, on their way from the service to its reader."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
@@ -31,9 +32,9 @@ class Generation:
         self._arrived: asyncio.Queue[RequestOutput | errors.ServiceError] = asyncio.Queue()
 
     @property
-    def num_queued(self) -> int:
-        """Outputs that wait for their first token."""
-        return len(self.request_ids) * self.n - len(self.first_s)
+    def choices(self) -> set[tuple[str, int]]:
+        """Its outputs: (request_id, choice)."""
+        return set(itertools.product(self.request_ids, range(self.n)))
 
     async def __aenter__(self) -> Self:
         return self

@@ -73,6 +73,7 @@ class EngineService:
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
         self._generations: dict[str, Generation] = {}  # request_id -> whose it is
+        self._queued: set[tuple[str, int]] = set()  # outputs without a first token, see `Generation.choices`
         self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
         self._num_heard = 0  # events of the engine's so far
         self._watch: asyncio.Task[None] | None = None
@@ -124,7 +125,7 @@ class EngineService:
     @property
     def num_queued(self) -> int:
         """Outputs that wait for their first token."""
-        return sum(generation.num_queued for generation in set(self._generations.values()))
+        return len(self._queued)
 
     async def render_chat(
         self,
@@ -189,6 +190,7 @@ class EngineService:
         if self._limits.request_timeout_s is not None:
             generation.limit_time(self._limits.request_timeout_s)
         self._generations |= dict.fromkeys(request_ids, generation)
+        self._queued |= generation.choices
         self.idle_since_s = None
         try:
             prepare = partial(
@@ -231,6 +233,7 @@ class EngineService:
         ]
 
     def _close(self, generation: Generation) -> None:
+        self._queued -= generation.choices
         for request_id in generation.request_ids:
             if self._generations.pop(request_id, None) is not None:
                 self._link.send(msg.Abort(request_id))
@@ -270,6 +273,7 @@ class EngineService:
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)
         if generation is not None:  # otherwise closed while the iteration ran
+            self._queued.discard((output.request_id, output.choice))
             self.metrics.gained(generation, output)
             generation.put(output)
 
