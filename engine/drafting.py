@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.kv.cache import KVCache
@@ -81,7 +81,7 @@ class Drafting:
                     logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
                     return None
             except (MemoryError, RuntimeError) as error:
-                if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+                if not is_short_of_memory(error):
                     raise
             self.drafter = None  # the model and the draft model do not fit together
             self._release()
@@ -92,9 +92,10 @@ class Drafting:
 
     def close(self) -> None:
         """End the draft model's threads and drop its memory; may be called again."""
-        if self.drafter is not None:
-            self.drafter.close()
-        self._release()
+        if self.drafter is None:
+            self._release()
+        else:
+            self.drafter.close()  # which releases the memory
 
     def _release(self) -> None:
         if self._executor is not None:

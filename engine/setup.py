@@ -102,19 +102,15 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        drafting = None if options.draft_model is None else Drafting(options)
-        if drafting is not None:
+        drafting, plan, drafter = None, None, None
+        if options.draft_model is not None:
+            drafting = Drafting(options)
             resources.callback(drafting.close)
-        loaded = load(
-            options,
-            progress,
-            plan=None if drafting is None else drafting.plan,
-            rank=ALONE if leader is None else leader.rank,
-        )
+            plan = drafting.plan
+        loaded = load(options, progress, plan=plan, rank=ALONE if leader is None else leader.rank)
         if drafting is not None:
-            options = drafting.options
-        parts = take_memory(loaded, options, member=leader)
-        parts = replace(parts, drafter=None if drafting is None else drafting.drafter)
+            options, drafter = drafting.options, drafting.drafter
+        parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)
         return replace(parts, leader=leader, resources=resources.pop_all())

@@ -71,6 +71,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return code == _OUT_OF_MEMORY or (code is None and any(t in str(error) for t in _OUT_OF_MEMORY_TEXTS))
 
 
+def is_short_of_memory(error: BaseException) -> bool:
+    """Return True if the GPU or the host ran out of memory."""
+    return isinstance(error, MemoryError) or is_out_of_memory(error)
+
+
 def is_lost(error: BaseException) -> bool:
     """Return True if the error shows that this process cannot compute anything any more."""
     return isinstance(error, EngineLostError) or is_device_lost(error)

@@ -23,8 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from neo_desktop.engine.batch import DeviceMemoryError
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
@@ -200,8 +199,11 @@ def _try(timer: IterationTimer, point: Point, turn: int) -> tuple[float, dict[Po
     start = time.perf_counter()
     try:
         times = timer.time(point, turn)
-    except RuntimeError as error:  # the scheduler will not use sizes that do not fit the GPU now
-        if not (isinstance(error, DeviceMemoryError) or is_out_of_memory(error)):
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # the scheduler will not use sizes that do not fit the GPU now
+        if not is_short_of_memory(error):
             raise
         logger.debug("no memory for %s", point)
         times = {}

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
@@ -89,7 +89,7 @@ def warm_up(
     try:
         _carry_out(_one_layer_of_each_kind(decoder), tiers, limits, streams)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+        if not is_short_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
     else:

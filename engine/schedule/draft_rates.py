@@ -7,12 +7,11 @@ from typing import Any
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, iteration_ms
 from neo_desktop.engine.schedule.draft_rows import Candidate, num_tokens_of
-from neo_desktop.engine.speculate.relative_times import RelativeTimes, rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes, rounded_size
 
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 LEAST_ROW = 0.005  # least time of a row, relative to an iteration
-READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 
 
 class DraftRates:
@@ -47,7 +46,7 @@ class DraftRates:
         gained, batches = float(num_decodes), list(shape.batches)
         for number, (chance, index, row) in enumerate(rows[:num_free], 1):
             gained += chance
-            batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], row)
+            able[index].add_row(batches, row)
             if rounded_size(number) != number < len(rows):
                 continue  # predictions take time
             rate = gained / self.relative_time(shape, shape._replace(batches=tuple(batches)))

@@ -21,9 +21,10 @@ class Candidate(NamedTuple, Generic[R]):
     batch: int  # index of its sub-batch
     tier: KVTier
 
-    def plus_row(self, batch: BatchShape, row: int) -> BatchShape:
-        """Return its sub-batch with the decode of the draft's token number `row`."""
-        return batch.plus({self.tier: Decodes(1, self.request.num_tokens + row)})
+    def add_row(self, batches: list[BatchShape], row: int) -> None:
+        """Add the decode of the draft's token number `row` to its sub-batch."""
+        decode = Decodes(1, self.request.num_tokens + row)
+        batches[self.batch] = batches[self.batch].plus({self.tier: decode})
 
 
 def candidates_of(

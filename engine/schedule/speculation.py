@@ -23,7 +23,7 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, predict
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.schedule.draft_rates import READING_ROWS, TRIED_ROWS, WORTHWHILE, DraftRates
+from neo_desktop.engine.schedule.draft_rates import TRIED_ROWS, WORTHWHILE, DraftRates
 from neo_desktop.engine.schedule.draft_rows import (
     Candidate,
     candidates_of,
@@ -37,6 +37,7 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
 from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
+from neo_desktop.engine.speculate.relative_times import READING_ROWS
 from neo_desktop.engine.stats import SpeculationStats
 
 SMOOTHING, SMOOTHING_OF_ALL = 0.15, 0.03  # weight of a token in the acceptance: of a request, of the engine
@@ -147,7 +148,7 @@ class Speculation:
             if rows := request.draft_rows(self._requests[request].draft.token_ids[:width]):
                 drafts[request.request_id] = rows
                 for row in range(1, len(rows) + 1):
-                    batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
+                    candidate.add_row(batches, row)
         self._num_gained, self._begun = 0, None
         whole = decision.shape._replace(batches=tuple(batches))
         if num_decodes and not whole.async_decodes and not any(batch.prefill_ms for batch in batches):
@@ -249,7 +250,7 @@ class Speculation:
         if guess is None:  # it hardly changes
             batches = list(shape.batches)
             for row in range(1, TRIED_ROWS + 1):
-                batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
+                candidate.add_row(batches, row)
             guess = self._rates.guess(shape, shape._replace(batches=tuple(batches)))
             self._guesses[num_decodes] = guess
         time = self._rates.times.corrected(num_decodes, guess)
@@ -316,11 +317,11 @@ class Speculation:
         for index, width in widths.items():
             for row in range(1, width + 1) if index not in asked else ():
                 gained += every[index][row - 1]
-                batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], row)
+                able[index].add_row(batches, row)
         for width in range(1, most + 1):
             for index in asked:
                 gained += means[index] ** width
-                batches[able[index].batch] = able[index].plus_row(batches[able[index].batch], width)
+                able[index].add_row(batches, width)
             time = self._rates.relative_time(shape, shape._replace(batches=tuple(batches)))
             if plain_ms:
                 time += model.ms(requests, width) / plain_ms

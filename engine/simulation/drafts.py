@@ -56,7 +56,7 @@ class SimulatedDrafts:
             candidate = able[index]
             widths[candidate.request] = width = with_blocks(candidate.request, queues, most)
             for row in range(1, width + 1):
-                batches[candidate.batch] = candidate.plus_row(batches[candidate.batch], row)
+                candidate.add_row(batches, row)
         whole = decision.shape._replace(batches=tuple(batches))
         return replace(decision, shape=whole, predicted=predict(self._cost, whole)), widths
 

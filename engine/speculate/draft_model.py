@@ -14,20 +14,17 @@ from neo_desktop.engine.batch import (
     SubBatch,
 )
 from neo_desktop.engine.cuda.errors import is_lost
-from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.request import Request
+from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.speculate.relative_times import rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS, rounded_size
 
 logger = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
-READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 SMOOTHING, SHORTENING = 0.1, 0.5  # weight of a longer, or shorter, new time: other programs only delay
 USUAL_TOKENS = 16  # tokens that a request gains between two drafts; more are a prompt's
 MOST_SPREAD = 128  # iterations among which the time of a prompt is divided
-NO_TOKENS = IntArray().view()
 WARM_UP = "warm-up"
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 REMEMBERED = 0.97  # of older iterations, per iteration
 FORGOTTEN = 0.998  # of the measured excess, per iteration without drafts: what was slow is tried again
 TRUST = 0.2  # in the guess, against squares of measured excesses
+READING_ROWS = 8  # a guess: reading the weights takes as long as computing this number of rows
 LONGEST = 3.0  # most time that counts, relative to the expected: other programs delay single iterations
 
 

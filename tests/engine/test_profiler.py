@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from imitated_streams import NOTHING, ImitatedBackend, Operation
 from pipeline_case import tiny_model
 
+from neo_desktop.engine.batch import DeviceMemoryError
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -178,10 +179,11 @@ def test_what_costs_next_to_nothing_is_measured_all_the_same(clock: list[float])
     assert len(times) < len(grid.points)
 
 
-def test_points_without_memory_are_left_out(clock: list[float]) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, DeviceMemoryError])
+def test_points_without_memory_are_left_out(clock: list[float], error: type[Exception]) -> None:
     def cost_ms(point: Point) -> float:
         if point.x > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error("CUDA out of memory")
         return 0.01 * point.x
 
     timer = FakeTimer(cost_ms, clock)
