@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from neo_desktop.app.chats.bounds import Count, FileText, Int64, Name, Number, Text, Time, Title
 from neo_desktop.app.chats.rounds import Round
 from neo_desktop.app.generate.images import image_part, joined, text_part
 
@@ -21,15 +22,7 @@ State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
 Kind = Literal["text", "pdf", "image"]
 
-# Bounds of chats that are read in from files.
 MAX_MESSAGES = 20_000  # of a chat
-Title = Annotated[str, Field(max_length=10_000)]
-Text = Annotated[str, Field(max_length=8_000_000)]
-FileText = Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
-Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # in seconds since 1970
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 LIVE: tuple[State, ...] = ("waiting", "streaming")  # an answer that is being written
 
 
@@ -57,7 +50,7 @@ class Figures:
     output_tokens: Count | None = None
     prompt_tokens: Count | None = None
     finish_reason: Annotated[str, Field(max_length=100)] | None = None
-    model: Annotated[str, Field(max_length=1000)] | None = None
+    model: Name | None = None
 
     @property
     def num_tokens(self) -> int | None:
@@ -129,7 +122,7 @@ class Settings:
     repetition_penalty: Number | None = None
     max_tokens: Int64 | None = None
     seed: Int64 | None = None
-    servers: tuple[Annotated[str, Field(max_length=1000)], ...] = ()  # MCP servers whose tools may be called
+    servers: tuple[Name, ...] = ()  # MCP servers whose tools may be called
 
     def sampling(self) -> dict[str, Any]:
         """The fields of a request, those that are set."""

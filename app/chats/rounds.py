@@ -2,19 +2,17 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
+from neo_desktop.app.chats.bounds import Name, Number, Text
 from neo_desktop.app.generate.history import arguments_of, function_call
 
 CallState = Literal["open", "asked", "running", "done", "failed", "refused"]
 
 NOT_RUN = "The tool was not run."
 INTERRUPTED = "The call was interrupted: the tool may have run. Ask the user before you repeat it."
-
-_Text = Annotated[str, Field(max_length=8_000_000)]
-_Name = Annotated[str, Field(max_length=1000)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +22,12 @@ class ToolCall:
     "asked": it waits for the user's permission; "running" in an answer at rest: it was interrupted.
     """
 
-    id: _Name
-    name: _Name  # in the model's words
-    arguments: _Text = field(repr=False)  # JSON
-    server: _Name = ""  # empty: no server has this tool
-    result: _Text | None = field(default=None, repr=False)  # None: it has not ended
+    id: Name
+    name: Name  # in the model's words
+    arguments: Text = field(repr=False)  # JSON
+    server: Name = ""  # empty: no server has this tool
+    result: Text | None = field(default=None, repr=False)  # None: it has not ended
     state: CallState = "open"
-
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     @property
     def told(self) -> str:
@@ -46,11 +42,9 @@ class Round:
     """A text of the model that ends with calls, and the calls."""
 
     calls: Annotated[tuple[ToolCall, ...], Field(max_length=1000)]
-    text: _Text = field(default="", repr=False)
-    thought: _Text = field(default="", repr=False)
-    thought_s: Annotated[float, Field(allow_inf_nan=False)] | None = None
-
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+    text: Text = field(default="", repr=False)
+    thought: Text = field(default="", repr=False)
+    thought_s: Number | None = None
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the round as chat templates expect it: a message with calls, and one per result."""
@@ -58,14 +52,7 @@ class Round:
         said = {"role": "assistant", "content": self.text.strip(), "tool_calls": calls}
         if self.thought:
             said["reasoning_content"] = self.thought
-        results = [
-            {
-                "role": "tool",
-                "tool_call_id": call.id,
-                "content": call.told,
-            }
-            for call in self.calls
-        ]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": call.told} for call in self.calls]
         return [said, *results]
 
 
