@@ -1,21 +1,19 @@
 #!/usr/bin/env python3
 """Check the API with real clients and judges: openai, LangChain, anthropic, llm-comply, schemathesis.
 
-    python benchmarks/api_conformance.py                 starts a server with the built-in model
-    python benchmarks/api_conformance.py --url http://127.0.0.1:8000 --cases 10000
+    python -m benchmarks.api_conformance                 starts a server with the built-in model
+    python -m benchmarks.api_conformance --url http://127.0.0.1:8000 --cases 10000
 
 The built-in model is very small, so checks test the form of answers, not their sense. Exit status 1: a check
 failed that is not among the known gaps.
 """
 
 import argparse
-import contextlib
 import json
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +22,8 @@ import httpx
 import openai
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
+
+from scripts.server_process import served
 
 BIN = Path(sys.executable).parent
 QUESTION: Any = [{"role": "user", "content": "What is a KV cache?"}]
@@ -58,22 +58,6 @@ class Size(BaseModel):
 
     size: Literal["small", "large"]
     count: Annotated[int, Field(ge=0, le=99)]
-
-
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """Start a server with the built-in model; yield its address."""
-    command = [sys.executable, "-m", "neo_desktop.app.entry", "serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if found := re.search(r"http://[\d.]+:\d+", line):
-                    yield found[0]
-                    return
-            raise SystemExit("the server did not start")
-        finally:
-            process.terminate()
 
 
 def check_openai(url: str, model: str) -> None:
@@ -174,7 +158,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000, help="requests that schemathesis makes, about")
     parser.add_argument("--only", help="run the checks whose name holds this text")
     options = parser.parse_args()
-    with contextlib.nullcontext(options.url) if options.url else served() as url:
+    with served(options.url) as url:
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         checks: dict[str, Callable[[], str | None]] = {
             "openai": lambda: check_openai(url, model),

@@ -10,12 +10,10 @@ counts answers whose calls fit the functions' schemas: the server ensures it, un
 """
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ import httpx
 import jsonschema
 import openai
 
-from scripts.server_process import server
+from scripts.server_process import served
 
 CATEGORIES = ("simple_python", "multiple", "parallel", "irrelevance")
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
@@ -103,15 +101,6 @@ def ask(
     return calls, fits
 
 
-@contextlib.contextmanager
-def served(options: argparse.Namespace) -> Iterator[str]:
-    if options.url:
-        yield options.url
-        return
-    with server(*(("--model", options.model) if options.model else ())) as (_, port):
-        yield f"http://127.0.0.1:{port}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,7 +113,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     folder, check = checker()
-    with served(options) as url:
+    chosen = () if options.model is None else ("--model", options.model)
+    with served(options.url, *chosen) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         print(f"{model}, tool_choice {options.choice}\n")

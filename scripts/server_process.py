@@ -34,6 +34,16 @@ def server(
             process.kill()
 
 
+@contextlib.contextmanager
+def served(url: str | None, *options: str) -> Iterator[str]:
+    """Yield the address of a server: `url`, or one that is started with these options."""
+    if url is not None:
+        yield url
+        return
+    with server(*options) as (_, port):
+        yield f"http://127.0.0.1:{port}"
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least this share of the values does not exceed."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
