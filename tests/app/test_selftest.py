@@ -44,7 +44,8 @@ if how in ("wait", "deaf"):
     if how == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        (folder.parent / "pid").write_text(str(os.getpid()))
+        (folder.parent / "new").write_text(str(os.getpid()))
+        (folder.parent / "new").rename(folder.parent / "pid")  # a reader finds it whole
         while True:
             time.sleep(0.05)
     except KeyboardInterrupt:
