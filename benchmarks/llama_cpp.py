@@ -74,7 +74,7 @@ def check_expressible(config: ModelConfig) -> None:
     elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
         reason = f"the rotation {type(scaling).__name__}"
     if reason is not None:
-        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: leave --baseline out")
+        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: choose another one")
 
 
 @dataclass(frozen=True, slots=True)

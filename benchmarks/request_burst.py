@@ -61,14 +61,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--words", type=int, default=30, help="of each question")
     parser.add_argument("--max-tokens", type=int, default=16)
-    parser.add_argument("--max-queue", type=int, default=1024)
     options = parser.parse_args()
     messages = [{"role": "user", "content": " ".join(["word"] * options.words)}]
     body = {"messages": messages, "max_tokens": options.max_tokens}
     content = request("POST", "/v1/chat/completions", body)
     begins, ends = multiprocessing.Event(), multiprocessing.Event()
     answers: multiprocessing.Queue[list[float]] = multiprocessing.Queue()
-    with server("--max-queue", str(options.max_queue)) as (_, port):
+    with server() as (_, port):
         watching = multiprocessing.Process(target=watch, args=(port, begins, ends, answers))
         watching.start()
         begun_s = time.perf_counter()

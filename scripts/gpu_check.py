@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from gpu_page import Page, Target
 
 from benchmarks import device_limit, weights_on_gpu
 from benchmarks.shown import progress, show
@@ -27,6 +26,7 @@ from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.options import EngineOptions
+from scripts.gpu_page import Page, Target
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU tests the script, not speed
 WORST_AUTO = 0.97  # minimum, relative to gpu-only
