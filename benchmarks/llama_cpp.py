@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gguf_writer import ARCHITECTURES, write_gguf
 from benchmarks.shown import model_arguments
 from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
-from neo_desktop.app.llamacpp.gguf_writer import ARCHITECTURES, write_gguf
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
