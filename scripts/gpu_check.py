@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import device_limit, weights_on_gpu
-from benchmarks.shown import progress, show
+from benchmarks.shown import progress
 from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench.hardware import run_hardware
 from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
@@ -218,7 +219,8 @@ def run_tests() -> None:
 
 def measure_hardware(page: Page, device: str) -> None:
     """Measure the hardware alone, then single iterations beside its limit."""
-    show(run_hardware(HardwareOptions(seconds=15.0), progress))
+    *_, hardware = run_hardware(HardwareOptions(seconds=15.0), progress)
+    stdout.print(render_section(hardware.section()), highlight=False)
     options = EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"])
     batches, context = ((1, 8, 32), 512) if device == "cuda" else ((1, 4), 64)
     for row in device_limit.measure(options, batches, context):
