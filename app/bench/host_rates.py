@@ -3,13 +3,23 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from neo_desktop import native
 
 _FMA_SECONDS = 0.01
+_PROBES = 3
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Rates of the CPU and its memory at one time, with all threads; the best of a few tries."""
+
+    gflop_per_s: float
+    read_gb_per_s: float
 
 
 class Host:
@@ -26,6 +36,12 @@ class Host:
     def nbytes(self) -> int:
         """Size of the memory."""
         return self._memory.nbytes
+
+    def probe(self) -> Probe:
+        """Measure; takes about a tenth of a second."""
+        threads = native.default_num_threads()
+        flops = max(self.multiply_add_gflop_per_s(threads, "float32") for _ in range(_PROBES))
+        return Probe(flops, max(self.read_gb_per_s(threads) for _ in range(_PROBES)))
 
     def read_gb_per_s(self, threads: int, nbytes: int | None = None) -> float:
         """Read the memory, or its beginning, front to back with the kernels' thread pool."""

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 
-from neo_desktop.app.bench.computer import Probe, steadiness
+from neo_desktop.app.bench.computer import steadiness
 from neo_desktop.app.bench.hardware import HardwareReport
+from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.load import LoadReport
 from neo_desktop.app.bench.throughput import BASELINE, ThroughputReport
 from neo_desktop.app.bench.words import say

@@ -135,7 +135,7 @@ class ModelLoader:
         return self._make_service(link)
 
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
-        draft = self._draft and self._draft.path
+        draft = None if self._draft is None else self._draft.path
         return replace(
             self.options, model=model.source, shape=model.shape, device=device.type, draft_model=draft
         )
