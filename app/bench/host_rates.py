@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
+from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
 
 _FMA_SECONDS = 0.01
 _PROBES = 3
+_LEAST_PROBE_BYTES, _LEAST_BYTES = 1 << 28, 1 << 30
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
 
 
@@ -77,6 +79,16 @@ class Host:
 def native_dtypes() -> tuple[str, ...]:
     """The number formats that the kernels' instruction set multiplies."""
     return ("float32", "bfloat16") if native.default_isa() in _BF16_ISAS else ("float32",)
+
+
+def bytes_beyond_caches() -> int:
+    """Return a size of host memory far beyond the caches, within a quarter of what is free."""
+    return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
+
+
+def probe_bytes() -> int:
+    """Return a size of host memory for a probe: beyond the last cache, within an eighth of what is free."""
+    return min(host_memory().available_bytes // 8, max(2 * last_level_cache_bytes(), _LEAST_PROBE_BYTES))
 
 
 @contextmanager

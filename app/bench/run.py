@@ -7,9 +7,8 @@ from datetime import datetime
 
 import torch
 
-from neo_desktop.app.bench.computer import probe_bytes
 from neo_desktop.app.bench.hardware import run_hardware
-from neo_desktop.app.bench.host_rates import Host, Probe
+from neo_desktop.app.bench.host_rates import Host, Probe, probe_bytes
 from neo_desktop.app.bench.load import run_load
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.cpu_attention.options import HEAD_DIMS, PAGE_TOKENS, Options, Shape, kv_heads, row_bytes
 from neo_desktop import native
-from neo_desktop.app.bench.computer import bytes_beyond_caches
+from neo_desktop.app.bench.host_rates import bytes_beyond_caches
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
