@@ -52,13 +52,13 @@ class Drafting:
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
         self._executor: Executor | None = None  # of the drafter
-        checkpoint = open_model(options.draft_model)
+        self._checkpoint = checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
         if checkpoint.config().state_bytes:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        model = open_model(options.model)
+        self.model = model = open_model(options.model)  # the model's checkpoint
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -135,7 +135,7 @@ class Drafting:
             gpu_weights_gib=None,
             gpu_slice=self.options.gpu_slice if device.type == "cuda" else None,
         )
-        loaded = load(options)
+        loaded = load(options, checkpoint=self._checkpoint)
         decoder, config = loaded.decoder, loaded.config
         pool = _pool(loaded, options)
         max_tokens = MAX_BATCH_TOKENS[device.type]
