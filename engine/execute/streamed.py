@@ -25,6 +25,7 @@ from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.copy_times import CopyTimes
 from neo_desktop.engine.execute.decodes import DeviceDecodes
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.ring import Ring
@@ -53,8 +54,6 @@ class PrefetchStream(Attender):
         times: Times of the copies.
     """
 
-    spans_layers = True
-
     def __init__(
         self,
         layers: Sequence[int],
@@ -63,11 +62,16 @@ class PrefetchStream(Attender):
         num_tokens: int,
         times: CopyTimes,
     ) -> None:
+        self._layers = layers if num_tokens else ()
+        self.spans_layers = num_tokens > 0
         self._moves = moves
         self._start = bring
         self._num_tokens = num_tokens
         self._times = times
-        self._waiting = deque(layers if num_tokens else ())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting = deque(self._layers)
         self._ready: dict[int, Sequence[Signal]] = {}  # layer -> signals that precede its copy
         self._arrived: dict[int, Signal] = {}
         self._wanted: set[int] = set()  # layers with a submitted wait
@@ -78,6 +82,7 @@ class PrefetchStream(Attender):
         self._bring(launcher)
 
     def fetch_all(self, launcher: Launcher) -> None:
+        self._begin()
         self._ready = dict.fromkeys(self._waiting, ())
         self._bring(launcher)
 
@@ -122,7 +127,7 @@ class PrefetchBuffers:
     """
 
     def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._pool = pool
+        self.pool = pool
         self._rows = rows
         self._dtype, self._device = dtype, device
         self._kept = [self._memory(rows) for _ in range(2)]
@@ -131,33 +136,28 @@ class PrefetchBuffers:
     @property
     def on_host(self) -> list[Tensor]:
         """The host tensors that graphs copy from and to."""
-        return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
+        return [*self.pool.homes, *(on_host for _, on_host in self._kept)]
 
     def stream(self, runs: Sequence[BlockRun], moves: Attender) -> PrefetchStream:
         """Return an iteration's prefetch of these runs of blocks, in every layer."""
-        pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
+        pool, num_blocks = self.pool, sum(run.num_blocks for run in runs)
         bring = partial(pool.bring, runs=runs)
         return PrefetchStream(pool.streamed_layers, moves, bring, num_blocks * pool.block_size, self._times)
 
-    def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
-        """Return the buffers for new rows of a sub-batch's decodes.
-
-        Args:
-            slots: Final slots of the rows.
-            rows: Number of rows, padding included.
-        """
+    def rows_of(self, index: int, rows: int) -> "NewRows":
+        """Return the buffers for new rows of a sub-batch's decodes, padding included."""
         kept = self._kept[index] if rows <= self._rows else self._memory(rows)
-        numbers, shape = rows * self._numbers_of(1), (2, rows, *self._pool.row_shape)
+        numbers, shape = rows * self._numbers_of(1), (2, rows, *self.pool.row_shape)
         on_device, on_host = (torch.unflatten(memory[:, :numbers], 1, shape) for memory in kept)
-        return NewRows(self._pool, index, torch.tensor(slots, dtype=torch.int64), on_device, on_host)
+        return NewRows(self.pool, index, on_device, on_host)
 
     def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
-        shape = (len(self._pool.streamed_layers), rows * self._numbers_of(1))
+        shape = (len(self.pool.streamed_layers), rows * self._numbers_of(1))
         on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
 
     def _numbers_of(self, rows: int) -> int:
-        kv_heads, head_dim = self._pool.row_shape
+        kv_heads, head_dim = self.pool.row_shape
         return 2 * rows * kv_heads * head_dim
 
 
@@ -166,15 +166,14 @@ class NewRows:
 
     Args:
         pool: The pool of streamed KV.
-        slots: [decodes] int64 in host memory: final slots of the rows.
         kept: [streamed layers, 2, rows, kv_heads, head_dim] on the device.
         on_host: The same shape in host memory.
     """
 
-    def __init__(self, pool: StreamedPool, index: int, slots: Tensor, kept: Tensor, on_host: Tensor) -> None:
+    def __init__(self, pool: StreamedPool, index: int, kept: Tensor, on_host: Tensor) -> None:
         self._pool = pool
         self._index = index
-        self._slots = slots
+        self.slots: Sequence[int] = ()  # final slots of the rows
         self._kept, self._on_host = kept, on_host
 
     def keep(self, layer: int, kv: Rows) -> None:
@@ -193,7 +192,8 @@ class NewRows:
 
     def store(self) -> None:
         """Store all rows after the iteration has succeeded."""
-        self._pool.store(self._slots, self._on_host[:, :, : len(self._slots)])
+        slots = torch.tensor(self.slots, dtype=torch.int64)
+        self._pool.store(slots, self._on_host[:, :, : len(slots)])
 
 
 @dataclass
@@ -202,6 +202,12 @@ class StreamedDecodes(DeviceDecodes):
 
     stream: PrefetchStream
     new_rows: NewRows  # additional target of k and v
+    tier: int  # index of the tier
+
+    def fill(self, members: BatchMembers) -> None:
+        size = self.pool.block_size
+        decodes = [(s.block_table, s.start) for s in members.decodes[self.tier]]
+        self.new_rows.slots = [int(blocks[at // size]) * size + at % size for blocks, at in decodes]
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
         self.stream.wait(launcher, layer)
