@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from neo_desktop.engine.batch import (
     MAX_ASYNC_DECODES,
@@ -27,14 +26,11 @@ from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Asked, Outputs
-from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
     HostPrompts,
-    PromptAttention,
-    Prompts,
-    prompts_of,
+    chunks_of,
     slots_of,
 )
 from neo_desktop.engine.execute.recurrent import fill_spans, has_new_spans, recurrent_batch
@@ -48,9 +44,8 @@ from neo_desktop.engine.execute.streamed import (
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.execute.workspace import BatchMemory, InputBuffers, Memory, Workspace
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import BlockRun, StreamedPool
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
@@ -83,9 +78,8 @@ class ProgramBuilder:
         self._storage = storage
         self._workspace = workspace
         config = self._model.config
-        self._row_shape = (config.num_kv_heads, config.head_dim)
         self._transfers = TransferMemory(
-            config.num_layers, self._row_shape, self._model.dtype, self._model.device
+            config.num_layers, (config.num_kv_heads, config.head_dim), self._model.dtype, self._model.device
         )
         streamed = streamed_pool(storage)
         self._swaps: PrefetchBuffers | None = None  # None: no tier is streamed
@@ -171,13 +165,16 @@ class ProgramBuilder:
     def _whole(self, memory: BatchMemory) -> Program:
         """Return the program of a graph that holds whole iterations."""
         key = memory, self._async.newest
-        if key not in self._known:
-            count, runs = memory.graph_key.streamed_blocks, []
-            if self._swaps is not None and count:
-                runs = [BlockRun(0, min(count, self._swaps.pool.num_blocks))]
-            extras, moves = [_Extras() for _ in memory.parts], Moves((), self._transfers)
-            self._known[key] = self._program(memory, extras, moves, runs, chooses=True)
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        count, runs = memory.graph_key.streamed_blocks, []
+        if self._swaps is not None and count:
+            runs = [BlockRun(0, min(count, self._swaps.pool.num_blocks))]
+        extras, moves = [_Extras() for _ in memory.parts], Moves((), self._transfers)
+        program = self._program(memory, extras, moves, runs, chooses=True)
+        if self.products is None:  # a stream of weights serves one iteration
+            self._known[key] = program
+        return program
 
     def _program(
         self,
@@ -211,10 +208,8 @@ class ProgramBuilder:
             *self._offload.attenders(memory),
             *self._async.attenders(memory),
             *self._device_decodes(memory, stream),
+            *self._prompts(memory, extras.prompts, stream),
         ]
-        if extras.prompts:
-            prompts = self._prompts(memory, extras.prompts, stream)
-            attenders.append(PromptAttention(self._stages, memory, prompts))
         return SubBatchPass(
             memory,
             attenders,
@@ -234,37 +229,41 @@ class ProgramBuilder:
                 continue
             rows = slice(first, first + count)
             first += count
+            pool = self._storage[tier]
             given = (
                 self._stages,
                 memory,
                 memory.rows.decodes_of(index),
-                self._storage[tier],
+                pool,
                 inputs.block_tables[rows],
                 inputs.context_lens[rows],
                 inputs.decode_slots[rows],
                 partial(self._workspace.partials, count),
             )
-            if tier.is_streamed:
+            if isinstance(pool, StreamedPool):
                 assert stream is not None
                 assert self._swaps is not None
-                yield StreamedDecodes(*given, stream, self._swaps.rows_of(memory.index, count), index)
+                yield StreamedDecodes(*given, pool, stream, index, self._swaps.new_rows(memory.index, count))
             else:
                 yield DeviceDecodes(*given)
 
     def _prompts(
         self, memory: Memory, sequences: Sequence[ScheduledSequence], stream: PrefetchStream | None
-    ) -> list[Prompts]:
-        device, dtype = self._model.device, self._model.dtype
-
-        def make(tier: KVTier, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
+    ) -> Iterator[Attender]:
+        """Yield the prompt chunks of a sub-batch, by tier."""
+        row = memory.rows.first_prompt
+        for tier, group in groupby(sequences, key=lambda sequence: sequence.tier):
+            pool = self._storage[tier]
+            chunks, slots = chunks_of(group, row, pool)
+            row = chunks[-1].rows.stop
+            given = self._stages, memory, pool, chunks
             if tier.host_attends:
-                index = memory.index
-                return HostPrompts(self._transfers, pool, index, chunks, device, self._row_shape, dtype)
-            if stream is not None and isinstance(pool, StreamedPool):
-                return StreamedPrompts(pool, chunks, slots, stream, memory.index)
-            return DevicePrompts(pool, chunks)
-
-        return prompts_of(sequences, memory.rows.first_prompt, self._storage, make)
+                yield HostPrompts(*given, self._transfers)
+            elif isinstance(pool, StreamedPool):
+                assert stream is not None
+                yield StreamedPrompts(self._stages, memory, pool, chunks, slots, stream)
+            else:
+                yield DevicePrompts(*given)
 
     def _store(self, memory: Memory, layer: int) -> Store | None:
         """Return the target of rows that the rotation kernel stores; at most one tier has it."""

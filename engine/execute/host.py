@@ -65,7 +65,7 @@ class HostAttention:
         """Take the decodes of an iteration; a context of 0 tokens marks an empty slot.
 
         Args:
-            block_tables: Of decodes, or of the slots of each layer in turn.
+            block_tables: Per decode; of async decodes per layer and slot, layer 0 first.
             context_lens: In the same order.
 
         Raises:

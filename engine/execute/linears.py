@@ -52,11 +52,6 @@ class Linears:
         indices = range(self.stages.config.num_layers + 1)
         return self._products.stream(p for i in indices for each in self._used for p in each.pieces(i))
 
-    def begin(self) -> None:
-        """Begin an iteration."""
-        if self.stream is not None:
-            self.stream.begin()
-
     @property
     def tasks(self) -> list[HostTask]:
         """The CPU's copies of weights."""

@@ -46,7 +46,9 @@ from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
 
 
 class Program:
-    """The stages of one iteration, or of all iterations of a graph: `fill` takes an iteration's inputs.
+    """The stages of one iteration, or of every iteration that a graph serves.
+
+    `fill` takes the inputs of an iteration.
 
     Args:
         workspace: Working memory.
@@ -154,7 +156,6 @@ class Program:
         yield from self._ending.steps(self._linears)
 
     def _bring_inputs(self, launcher: Launcher) -> None:
-        self._linears.begin()
         memory = self._memory
         if memory.inputs is memory.staged:
             return

@@ -124,22 +124,17 @@ class WeightStream:
         buffers: Sequence[Tensor],
         staging: Staging | None,
     ) -> None:
-        self._pieces = tuple(pieces)
+        self._waiting = deque(pieces)
         self._buffers = buffers
+        self._ring = Ring(len(buffers))
+        self._arrived: deque[tuple[Tensor, Signal]] = deque()
         self._staging = staging
         self.task: HostTask | None = None  # the CPU's part; None: no staging
         self._num_staged = 0  # sources that go through the buffers
         if staging is not None:
-            through = [(stage, source) for stage, piece in self._pieces for source in piece.sources]
+            through = [(stage, source) for stage, piece in self._waiting for source in piece.sources]
             through = [each for each in through if staging.takes(each[1])]
             self.task, self._num_staged = staging.task(through), len(through)
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin an iteration."""
-        self._waiting = deque(self._pieces)
-        self._ring = Ring(len(self._buffers))
-        self._arrived: deque[tuple[Tensor, Signal]] = deque()
         self._filled: list[Signal] = []  # per turn: end of the CPU's copy
         self._sent: list[Signal] = []  # per turn: end of the copy to the device
 
