@@ -68,7 +68,7 @@ class Prompts(Attender):
 
     @abstractmethod
     def _contexts(self, layer: int, kv: Rows) -> Iterator[Rows]:
-        """Yield K and V of each group's contexts.
+        """Yield K and V of the contexts, group by group.
 
         Args:
             kv: [2, tokens, kv_heads, head_dim] of the sub-batch.
