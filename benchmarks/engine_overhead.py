@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ def step(
     assert plan is not None
     clock.end("plan")
     members = [BatchMembers.of(sub_batch, MEASURED_TIERS) for sub_batch in plan.sub_batches]
-    GraphKey.of(plan, members, MEASURED_TIERS, BLOCK_SIZE).rounded()
+    GraphKey.of(members, MEASURED_TIERS, np.empty(0, np.int32), has_copies=bool(plan.copies)).rounded()
     clock.end("its rows")
     scheduler.look_ahead()
     clock.end("decide ahead")

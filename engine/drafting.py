@@ -54,13 +54,13 @@ class Drafting:
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
         self._executor: Executor | None = None  # of the drafter
-        checkpoint = open_model(options.draft_model)
+        self._checkpoint = checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
         if checkpoint.config().state_bytes:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        model = open_model(options.model)
+        self.model = model = open_model(options.model)  # the model's checkpoint
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -108,7 +108,7 @@ class Drafting:
     def _load(self, device: torch.device, vocab_size: int) -> int:
         """Load the draft model on a device, and measure it; return the bytes of its KV."""
         options = _own_options(self.options, device)
-        loaded = load(options)
+        loaded = load(options, checkpoint=self._checkpoint)
         decoder, config = loaded.decoder, loaded.config
         pool = _pool(loaded, options)
         max_tokens = MAX_BATCH_TOKENS[device.type]

@@ -73,7 +73,7 @@ def make_view(
         is_gpu_imitated=imitated,
         device_name=None if imitated else "NVIDIA T4",
         weights_bytes=1000,
-        rates=Rates(10.0, 20.04, 3.0),
+        rates=Rates(10.0, 20.04),
         iterations=iterations,
         spans=spans,
         workers=workers,
@@ -118,13 +118,9 @@ STEP = LiveIteration(
     total_ms=8.0,
     predicted_ms=6.0,
     host_attention_ms=2.0,
-    num_sub_batches=2,
-    num_gpu_decodes=3,
     num_cpu_decodes=4,
-    num_prompts=1,
     num_prompt_tokens=50,
     num_outputs=8,
-    num_copied_blocks=0,
     prompt_context=1250.0,
     longest_prompt=50,
     decode_context=700,
@@ -201,8 +197,8 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
 
 
 WORKERS = {
-    KVTier.worker(1): WorkerState("10.0.0.2:7455", None, 0),
-    KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),
+    KVTier.worker(1): WorkerState("10.0.0.2:7455", None),
+    KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s"),
 }
 
 
