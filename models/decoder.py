@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.expert_slots import ExpertSlots, expert_slots
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 
@@ -76,6 +77,8 @@ class Decoder:
         form: storage format of the matrices.
     """
 
+    expert_slots: ExpertSlots | None = None  # None: no experts move
+
     def __init__(
         self,
         config: ModelConfig,
@@ -123,6 +126,13 @@ class Decoder:
         self.lm_head: Linear = self.embedding if config.tie_word_embeddings else linear("head")
         self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
+        moves = form.moves if isinstance(form, OffloadedFormat) else None
+        mixtures = {index: layer.mlp for index, layer in enumerate(self.layers)}
+        matrices = {
+            i: (mlp.gate, mlp.up, mlp.down) for i, mlp in mixtures.items() if isinstance(mlp, Experts)
+        }
+        count = 0 if config.experts is None else config.experts.count
+        self.expert_slots = expert_slots(matrices, count, moves, device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:

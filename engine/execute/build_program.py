@@ -12,6 +12,7 @@ from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import AsyncBuffers
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.decodes import DecodeOffload, DeviceDecodes
+from neo_desktop.engine.execute.expert_moves import MovesBeside
 from neo_desktop.engine.execute.images import ImageInputs, reads_images
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.linears import Linears
@@ -57,9 +58,18 @@ class ProgramBuilder:
         storage: The KV pools.
         workspace: Working memory of programs.
         decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
+        moves_experts: True if experts may move to the device.
     """
 
-    def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace, decodes: int) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        storage: KVStorage,
+        workspace: Workspace,
+        decodes: int,
+        *,
+        moves_experts: bool = False,
+    ) -> None:
         self._stages = stages
         self._model = stages.decoder
         self._storage = storage
@@ -79,7 +89,8 @@ class ProgramBuilder:
         # Offloaded matrices and their buffers; None: the model has none.
         self.products: OffloadedMatmuls | None = None
         if self._model.has_splits:
-            self.products = OffloadedMatmuls(stages, (decodes + MAX_ASYNC_DECODES, decodes))
+            rows = decodes + MAX_ASYNC_DECODES, decodes
+            self.products = OffloadedMatmuls(stages, rows, moves_experts=moves_experts)
         owners = (self._swaps, self._offload, self._async, self.products)
         on_host = [tensor for owner in owners if owner is not None for tensor in owner.on_host]
         # True if graphs can use the builder's host buffers; see `Workspace`.
@@ -112,6 +123,7 @@ class ProgramBuilder:
             chooses = chooses and not any(map(has_new_spans, members))
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
+        experts = self._moves_of_experts(memory, members)
         stream = self._prefetch_stream(plan, blocks, memory if chooses else None, moves)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
@@ -133,7 +145,20 @@ class ProgramBuilder:
             asked = []  # the rank with the output head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         shared = [moves] if stream is None else [moves, stream]
-        return self._program(memory, passes, shared, outputs, chooses=chooses)
+        return self._program(memory, passes, shared, outputs, experts, chooses=chooses)
+
+    def _moves_of_experts(self, memory: BatchMemory, members: Sequence[BatchMembers]) -> MovesBeside | None:
+        if self.products is None:
+            return None
+        rows = {
+            part.index: [
+                row
+                for sequence, first in each.placed(part.rows)
+                for row in range(first, first + len(sequence.token_ids))
+            ]
+            for part, each in zip(memory.parts, members, strict=True)
+        }
+        return self.products.moves_beside({part.index: part.rows.count for part in memory.parts}, rows)
 
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
@@ -150,13 +175,14 @@ class ProgramBuilder:
         passes: Sequence[SubBatchPass],
         shared: Sequence[Attender],
         outputs: Outputs,
+        experts: MovesBeside | None = None,
         *,
         chooses: bool,
     ) -> Program:
         ending = OutputHead(self._stages, self._workspace, passes, self.products, outputs, chooses=chooses)
         used = [each.products for each in passes if each.products is not None] + ending.products
         can = memory.is_fixed and all(each.is_capturable for each in passes)
-        linears = Linears(self._stages, self.products, used, are_capturable=can)
+        linears = Linears(self._stages, self.products, used, are_capturable=can, moves=experts)
         return Program(self._workspace, memory, passes, shared, linears, ending, outputs, chooses=chooses)
 
     def _prefetch_stream(
