@@ -127,10 +127,8 @@ class Decoder:
         self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
         moves = form.moves if isinstance(form, OffloadedFormat) else None
-        mixtures = {index: layer.mlp for index, layer in enumerate(self.layers)}
-        matrices = {
-            i: (mlp.gate, mlp.up, mlp.down) for i, mlp in mixtures.items() if isinstance(mlp, Experts)
-        }
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        matrices = [(each.gate, each.up, each.down) for each in mixtures]
         count = 0 if config.experts is None else config.experts.count
         self.expert_slots = expert_slots(matrices, count, moves, device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)

@@ -9,7 +9,7 @@ A table in device memory has each expert's place, so that graphs find experts wh
 content changes is free: no expert has its place.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from neo_desktop.models.linear.dense import Plain
 from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedLinear, Piece
 from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.unpack import regroup
 
@@ -30,12 +31,16 @@ class LayerSlots:
     """The slots of a layer.
 
     Args:
+        index: of the layer, among those with slots.
         count: number of experts.
         places: [count] int32 on the device.
         slots: [count], slot of each expert; -1: in host memory alone.
     """
 
-    def __init__(self, matrices: LayerMatrices, count: int, places: Tensor, slots: NDArray[np.int32]) -> None:
+    def __init__(
+        self, index: int, matrices: LayerMatrices, count: int, places: Tensor, slots: NDArray[np.int32]
+    ) -> None:
+        self.index = index
         self._matrices = dict.fromkeys(matrices)  # gates and ups may be one matrix
         self._count, self._places, self._slots = count, places, slots
         gate = matrices[0]
@@ -74,27 +79,32 @@ class ExpertSlots:
     """The slots of a model's layers.
 
     Args:
-        layers: layer -> its matrices.
+        layers: matrices of each layer.
         count: number of experts of a layer.
         budget: for copies.
     """
 
     def __init__(
-        self, layers: Mapping[int, LayerMatrices], count: int, budget: MoveBudget, device: torch.device
+        self, layers: Sequence[LayerMatrices], count: int, budget: MoveBudget, device: torch.device
     ) -> None:
-        self.budget, self.count = budget, count
+        self.budget = budget
         self.places = torch.empty(len(layers), count, dtype=torch.int32, device=device)
         self.slots = np.empty((len(layers), count), np.int32)
         """Slot of each expert, [layers, count]; -1: in host memory alone."""
-        self.layers = {
-            layer: LayerSlots(matrices, count, self.places[index], self.slots[index])
-            for index, (layer, matrices) in enumerate(layers.items())
-        }
+        self.layers = [
+            LayerSlots(index, matrices, count, self.places[index], self.slots[index])
+            for index, matrices in enumerate(layers)
+        ]
+        self._of_gates = {matrices[0]: layer for matrices, layer in zip(layers, self.layers, strict=True)}
         self.version = 0  # changes with the order of experts in host memory
-        self._num_slots = np.array([[layer.num_slots] for layer in self.layers.values()], np.int32)
+        self._num_slots = np.array([[layer.num_slots] for layer in self.layers], np.int32)
         numbers = np.arange(count, dtype=np.int32)
         self.place(np.where(numbers < self._num_slots, numbers, -1))
         self.places.copy_(torch.from_numpy(self.all_places()))
+
+    def of(self, gate: OffloadedLinear) -> LayerSlots | None:
+        """Return the slots of the layer with these gates; None: it has none."""
+        return self._of_gates.get(gate)
 
     @property
     def num_slots(self) -> Sequence[int]:
@@ -114,7 +124,7 @@ class ExpertSlots:
 
 
 def expert_slots(
-    layers: Mapping[int, tuple[object, object, object]],
+    layers: Iterable[tuple[Linear, Linear, Linear]],
     count: int,
     budget: MoveBudget | None,
     device: torch.device,
@@ -122,18 +132,17 @@ def expert_slots(
     """Return the slots of a model's layers; None: no experts move.
 
     Args:
-        layers: layer -> gates, ups and downs.
+        layers: gates, ups and downs of each layer.
     """
-    with_slots: dict[int, LayerMatrices] = {}
-    for layer, (gate, up, down) in layers.items():
-        if (
-            isinstance(gate, OffloadedLinear)
-            and isinstance(up, OffloadedLinear)
-            and isinstance(down, OffloadedLinear)
-            and gate.has_slots
-        ):
-            with_slots[layer] = gate, up, down
-    return None if budget is None or not with_slots else ExpertSlots(with_slots, count, budget, device)
+    found = [
+        (gate, up, down)
+        for gate, up, down in layers
+        if isinstance(gate, OffloadedLinear)
+        and isinstance(up, OffloadedLinear)
+        and isinstance(down, OffloadedLinear)
+        and gate.has_slots
+    ]
+    return None if budget is None or not found else ExpertSlots(found, count, budget, device)
 
 
 def _fill(split: OffloadedLinear, rows: slice, piece: Piece, packed: Tensor) -> None:

@@ -159,8 +159,12 @@ def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     config, layers, slots = decoder.config.experts, enumerate(decoder.layers), decoder.expert_slots
     if config is None:
         return {}
+
+    def slots_of(gate: Linear) -> LayerSlots | None:
+        return slots.of(gate) if slots is not None and isinstance(gate, OffloadedLinear) else None
+
     return {
-        index: MoE(layer.mlp, config, operators, None if slots is None else slots.layers.get(index))
+        index: MoE(layer.mlp, config, operators, slots_of(layer.mlp.gate))
         for index, layer in layers
         if isinstance(layer.mlp, Experts)
     }

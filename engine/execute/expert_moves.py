@@ -24,26 +24,28 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.predict.expert_places import ExpertPlaces, Move
-from neo_desktop.models.expert_slots import ExpertSlots
+from neo_desktop.models.expert_slots import ExpertSlots, LayerSlots
 
 
 class ExpertMoves:
     """The moves of a model's experts, and what the device's table of places shows.
 
     Args:
+        turns: Turn -> layer, of the layers with slots.
         rows: For each sub-batch, the most rows of an iteration that counts.
         per_token: Experts of a row.
     """
 
-    def __init__(self, slots: ExpertSlots, rows: Sequence[int], per_token: int) -> None:
-        self._slots, self._rows = slots, rows
-        self._layers = list(slots.layers.values())
+    def __init__(
+        self, slots: ExpertSlots, turns: Mapping[int, LayerSlots], rows: Sequence[int], per_token: int
+    ) -> None:
+        self._slots, self._turns, self._rows = slots, turns, rows
         device = slots.places.device
-        expert_bytes = [layer.expert_bytes for layer in self._layers]
+        expert_bytes = [layer.expert_bytes for layer in slots.layers]
         self._plan = ExpertPlaces(slots.slots, slots.num_slots, expert_bytes, slots.budget)
         self._moves: list[Move] = []  # of the last iteration, until it has succeeded
         self._shown: int | None = None  # version of the device's table; None: unknown
-        shape = len(self._layers), sum(rows), per_token
+        shape = len(slots.layers), sum(rows), per_token
         self._log = torch.empty(shape, dtype=torch.int32, device=device)
         self._read = host_memory(lambda pin: torch.empty(shape, dtype=torch.int32, pin_memory=pin), device)
         self._places = host_memory(
@@ -60,11 +62,8 @@ class ExpertMoves:
         """Return turn -> room for the chosen experts of a sub-batch, [rows, per token]; empty: no log."""
         if rows > self._rows[index]:
             return {}
-        first = sum(self._rows[:index])
-        return {
-            layer + 1: log[first : first + rows]
-            for layer, log in zip(self._slots.layers, self._log, strict=True)
-        }
+        where = slice(first := sum(self._rows[:index]), first + rows)
+        return {turn: self._log[layer.index, where] for turn, layer in self._turns.items()}
 
     def beside(self, rows: Mapping[int, Sequence[int]], *, decides: bool) -> "MovesBeside":
         """Return the moves of the next iteration; those of a failed one are given up.
@@ -94,7 +93,7 @@ class ExpertMoves:
     def move(self, launcher: Launcher, moves: Sequence[Move]) -> None:
         """Submit copies of experts."""
         for each in moves:
-            fill = partial(self._layers[each.layer].fill, each.slot, each.expert, self._room)
+            fill = partial(self._slots.layers[each.layer].fill, each.slot, each.expert, self._room)
             launcher.run(Lane.EXPERTS, Stage("move", each.layer, NO_SUB_BATCH, 1), fill)
 
     def read(self, launcher: Launcher) -> None:

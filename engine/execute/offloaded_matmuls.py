@@ -221,7 +221,8 @@ class OffloadedMatmuls:
         self.moves: ExpertMoves | None = None  # None: experts stay where they are
         # Copies from pageable memory would block the launching thread.
         if moves_experts and slots is not None and experts is not None and suits_graphs(sources, device):
-            self.moves = ExpertMoves(slots, rows, experts.per_token)
+            turns = {turn: moe.slots for turn, moe in self.moe_layers.items() if moe.slots is not None}
+            self.moves = ExpertMoves(slots, turns, rows, experts.per_token)
 
     def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
         """Return the division of the matrices for `rows` rows, by turn and name, in the order of a turn."""

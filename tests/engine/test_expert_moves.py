@@ -2,8 +2,10 @@
 
 import random
 import time
+from pathlib import Path
 
 import pytest
+from checkpoints import save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
 from expert_churn import NO_LIMIT, churning
 from expert_models import expert_model
@@ -11,6 +13,7 @@ from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_stora
 from seeds import seeds
 from torch_layer import TorchLayer
 
+from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.execute import expert_moves
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -58,3 +61,21 @@ def test_tokens_are_those_of_the_whole_model(
     executor.close()
     if share == 0.0:
         assert moved
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_checkpoints_give_transformers_tokens(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, moved = churning(1)
+    monkeypatch.setattr(expert_moves, "ExpertPlaces", places)
+    folder = save_checkpoint(tmp_path, family)
+    prompts = [[7 * i % 250 for i in range(length)] for length in (3, 40)]
+    with Engine.from_pretrained(folder, device="cpu", gpu_weights_gib=0.0008) as engine:
+        params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+        outputs = engine.generate(prompts, params)
+    assert [list(each.token_ids) for each in outputs] == [
+        transformers_greedy(folder, prompt, 16) for prompt in prompts
+    ]
+    assert moved
