@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes, product_time
 from neo_desktop.models.linear.offloaded import MoveBudget
 
-WINDOW = 64  # iterations that the comparison remembers
-LEAST_GAIN = 0.02  # of the bytes that the CPU reads: a smaller gain is noise
+WINDOW = 128  # iterations that the comparison remembers
+# Gains at which experts begin to move, and stop, as shares of the chosen experts: smaller ones may be noise.
+BEGIN, STOP = 0.02, 0.01
+STORED_PASSES = 3  # the GPU writes received experts, reads them, and writes them to their slots
 BUS_SHARE = 0.5  # of an iteration's time, for copies of experts
 MOST_MOVES = 32  # per iteration; each takes launches on the engine's thread
 
@@ -36,7 +38,8 @@ def move_budget(rates: Rates, experts: Iterable[tuple[Sizes, int]]) -> MoveBudge
         seconds += product_time(rates, sizes, resident, 1, 0.0).ms / 1e3
         read += sizes.used(resident) * sizes.host_bytes
     most = BUS_SHARE * seconds * rates.bus_bytes_per_s
-    return MoveBudget(most, min(max(seconds * rates.host_bytes_per_s - read, 0.0), most))
+    free = min(max(seconds * rates.host_bytes_per_s - read, 0.0), most)
+    return MoveBudget(most, free, STORED_PASSES * rates.cpu_bytes_per_s / rates.gpu_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +76,17 @@ class ExpertPlaces:
         self._planned = self._first.copy()
         self._now = 0
         self._last = np.zeros(shape, np.int64)  # iteration of the last use; 0: none
-        self._gain = self._read = self._copied = 0.0  # bytes per iteration, see `_compare`
+        self._gain = self._chosen = self._copied = 0.0  # bytes per iteration, see `_compare`
         self.moves_experts = False  # True while planned places are better than the first ones
 
     def record(self, asked: NDArray[np.bool_]) -> None:
         """Take in the experts that an iteration's rows chose, [layers, experts]."""
         self._now += 1
         gain = (asked & self._planned).sum(1) - (asked & self._first).sum(1)
-        read = (asked & ~self._first).sum(1)
         before = self._last.copy()
         self._last[asked] = self._now
         copied = self._plan(asked, before)
-        self._compare(float(gain @ self._bytes), float(read @ self._bytes), copied)
+        self._compare(float(gain @ self._bytes), float(asked.sum(1) @ self._bytes), copied)
 
     def _plan(self, asked: NDArray[np.bool_], before: NDArray[np.int64]) -> float:
         """Change the planned places; return the bytes of the copies."""
@@ -93,30 +95,30 @@ class ExpertPlaces:
         copied, num_copies = 0.0, 0
         for index in np.argsort(-before[layers, experts], kind="stable"):
             layer, expert = layers[index], experts[index]
-            copied_then = copied + self._bytes[layer]
-            if num_copies == MOST_MOVES or copied_then > self._budget.most:
-                break
             oldest = uses[layer].argmin()
-            if uses[layer, oldest] < before[layer, expert]:
-                self._planned[layer, oldest], self._planned[layer, expert] = False, True
-                uses[layer, oldest], uses[layer, expert] = _NEVER, self._now
-                copied, num_copies = copied_then, num_copies + 1
+            if uses[layer, oldest] >= before[layer, expert]:
+                continue
+            if num_copies == MOST_MOVES or copied + self._bytes[layer] > self._budget.most:
+                break
+            self._planned[layer, oldest], self._planned[layer, expert] = False, True
+            uses[layer, oldest], uses[layer, expert] = _NEVER, self._now
+            copied, num_copies = copied + self._bytes[layer], num_copies + 1
         return copied
 
-    def _compare(self, gain: float, read: float, copied: float) -> None:
+    def _compare(self, gain: float, chosen: float, copied: float) -> None:
         """Compare the planned places with the first ones, by the mean of recent iterations.
 
         Args:
             gain: bytes that the CPU need not read with the planned places, but reads with the first.
-            read: bytes that the CPU reads with the first places.
+            chosen: bytes of all chosen experts.
             copied: bytes of the copies to the planned places.
         """
         rate = 1 / WINDOW
         self._gain += rate * (gain - self._gain)
-        self._read += rate * (read - self._read)
+        self._chosen += rate * (chosen - self._chosen)
         self._copied += rate * (copied - self._copied)
-        net = self._gain - max(self._copied - self._budget.free, 0.0)
-        self.moves_experts = net > (0.0 if self.moves_experts else LEAST_GAIN * self._read)
+        price = self._budget.price * self._copied + max(self._copied - self._budget.free, 0.0)
+        self.moves_experts = self._gain - price > (STOP if self.moves_experts else BEGIN) * self._chosen
 
     def moves(self) -> list[Move]:
         """Return the next copies towards the better places.

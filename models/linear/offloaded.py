@@ -41,6 +41,7 @@ class MoveBudget(NamedTuple):
 
     most: float
     free: float  # bytes that neither the bus nor host memory misses
+    price: float = 0.0  # bytes that the CPU reads while the GPU stores a received byte
 
 
 class Kernels(Protocol):
