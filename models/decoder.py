@@ -128,9 +128,9 @@ class Decoder:
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
         moves = form.moves if isinstance(form, OffloadedFormat) else None
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
-        matrices = [(each.gate, each.up, each.down) for each in mixtures]
+        stacks = [(each.gate, each.up, each.down) for each in mixtures]
         count = 0 if config.experts is None else config.experts.count
-        self.expert_slots = expert_slots(matrices, count, moves, device)
+        self.expert_slots = expert_slots(stacks, count, moves, device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:

@@ -109,7 +109,7 @@ class ExpertSlots:
     @property
     def num_slots(self) -> Sequence[int]:
         """Slots per layer."""
-        return self._num_slots[:, 0].tolist()
+        return [layer.num_slots for layer in self.layers]
 
     def place(self, slots: NDArray[np.int32]) -> None:
         """Take in the slot of each expert, [layers, count]; the caller copies `all_places` to the device."""

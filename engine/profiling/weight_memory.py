@@ -79,8 +79,8 @@ def plan_memory(
         check_weights_fit(config, dtype, device, options, free, form)
         if forced is None or forced >= weights:
             return None
-        plan = plan_weights(config, form, dtype, forced, rates())
-        return _with_moves(plan, config, form, dtype, rates(), free.host_bytes)
+        placed = plan_weights(config, form, dtype, forced, rates())
+        return _with_moves(placed, config, form, dtype, rates(), free.host_bytes)
     memory = _Memory(config, form, dtype, device, options, rates, free)
     if forced is None:
         plan = memory.best_plan()

@@ -135,7 +135,7 @@ def regroup(packed: Tensor, target: Grouped, row: int) -> None:
         codes = torch.searchsorted(values, codes.contiguous())
     elif layout.bits == 8 or layout.offset != coding.centre:
         codes = codes.to(torch.int16) + (coding.centre - layout.offset)
-    others = list(header.split(TILE_ROWS, 2))  # [tiles, units, rows]
+    others = list(torch.split(header, TILE_ROWS, 2))  # [tiles, units, rows]
     if layout.scales:
         small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, layout.scales, TILE_ROWS))
         # [tiles, units, blocks, scales and minima, scales per block, rows]
