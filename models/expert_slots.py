@@ -79,7 +79,7 @@ class ExpertSlots:
     """The slots of a model's layers.
 
     Args:
-        layers: matrices of each layer.
+        layers: per layer, its matrices.
         count: number of experts of a layer.
         budget: for copies.
     """
@@ -132,7 +132,7 @@ def expert_slots(
     """Return the slots of a model's layers; None: no experts move.
 
     Args:
-        layers: gates, ups and downs of each layer.
+        layers: per layer, its gates, ups and downs.
     """
     found = [
         (gate, up, down)

@@ -1,8 +1,8 @@
 """Simulate experts that move: a chat's tokens per second, beside experts that stay.
 
-Cards, models and hosts are those of `weights_simulation cards`. Three kinds of routers: without preference,
-skewed by Zipf's law (a layer's n-th expert is used in proportion to 1 / n^skew), and with the published
-locality of one model, which prefers no expert for long.
+Cards, models and hosts are those of `weights_simulation cards`. A router has no preference, or a skew by
+Zipf's law: it uses a layer's n-th expert in proportion to 1 / n^skew. Or it has the published locality of one
+model, which prefers no expert for long.
 """
 
 from collections.abc import Iterator

@@ -8,9 +8,9 @@ iteration on in which the slot is filled; the new expert has it from the next it
     experts lane                           |expert 9 to slot 3|
 
 So no iteration reads a slot while it is filled, and graphs read the table of places in device memory. The
-device logs the chosen experts, which decide the next moves. Iterations of many rows do not count, because
-they use nearly all experts. Nothing moves beside iterations that stream experts: these need the bus, and
-their graphs contain the addresses of the experts in host memory.
+device logs the chosen experts. They decide later moves, while the next iteration computes. Iterations of many
+rows do not count, because they use nearly all experts. Nothing moves beside iterations that stream experts:
+these need the bus, and their graphs contain the addresses of the experts in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
@@ -44,6 +45,7 @@ class ExpertMoves:
         expert_bytes = [layer.expert_bytes for layer in slots.layers]
         self._plan = ExpertPlaces(slots.slots, slots.num_slots, expert_bytes, slots.budget)
         self._moves: list[Move] = []  # of the last iteration, until it has succeeded
+        self._chosen: NDArray[np.int32] | None = None  # [layers, any], of the last iteration that counted
         self._shown: int | None = None  # version of the device's table; None: unknown
         shape = len(slots.layers), sum(rows), per_token
         self._log = torch.empty(shape, dtype=torch.int32, device=device)
@@ -107,10 +109,17 @@ class ExpertMoves:
         self._plan.finish(moves, arrived=True)
         self._moves = []
         if logged:
-            layers, count = self._plan.slots.shape
-            asked = np.zeros((layers, count + 1), np.bool_)  # the last column takes -1: nothing logged
-            np.put_along_axis(asked, self._read.numpy()[:, logged].reshape(layers, -1), True, axis=1)
-            self._plan.record(asked[:, :count])
+            self._chosen = self._read.numpy()[:, logged].reshape(len(self._slots.layers), -1)
+
+    def learn(self) -> None:
+        """Take in the experts that the last iteration chose."""
+        if self._chosen is None:
+            return
+        layers, count = self._plan.slots.shape
+        asked = np.zeros((layers, count + 1), np.bool_)  # the last column takes -1: nothing logged
+        np.put_along_axis(asked, self._chosen, True, axis=1)
+        self._chosen = None
+        self._plan.record(asked[:, :count])
 
 
 class MovesBeside:
@@ -128,10 +137,11 @@ class MovesBeside:
         self._owner.begin(launcher)
 
     def end(self, launcher: Launcher) -> None:
-        """Submit what runs beside and after the layers."""
+        """Submit what runs beside and after the layers, and prepare the next moves meanwhile."""
         self._owner.move(launcher, self._moves)
         if self._logged:
             self._owner.read(launcher)
+        self._owner.learn()
 
     def commit(self) -> None:
         """Finish a successful iteration."""

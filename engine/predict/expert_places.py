@@ -8,7 +8,8 @@ These places are planned, whether or not experts move, and compared with the fir
 Experts move only while the planned places serve so many more choices that the copies pay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,22 +128,27 @@ class ExpertPlaces:
         """
         wanted = self._planned if self.moves_experts else self._first
         layers, experts = np.nonzero(wanted & (self.slots < 0))
-        moves: list[Move] = []
-        copied = 0.0
-        for index in np.argsort(-self._last[layers, experts], kind="stable"):
-            layer, expert = int(layers[index]), int(experts[index])
-            copied += self._bytes[layer]
-            if len(moves) == MOST_MOVES or copied > self._budget.most:
-                break
-            moves.append(Move(layer, expert, self._take_slot(layer, wanted[layer])))
-        return moves
+        recent = np.argsort(-self._last[layers, experts], kind="stable")[:MOST_MOVES]
+        recent = recent[np.cumsum(self._bytes[layers[recent]]) <= self._budget.most]
+        if not len(recent):
+            return []
+        leaving = self._leaving(wanted)
+        pairs = zip(layers[recent].tolist(), experts[recent].tolist(), strict=True)
+        return [Move(layer, expert, self._take_slot(layer, leaving)) for layer, expert in pairs]
 
-    def _take_slot(self, layer: int, wanted: NDArray[np.bool_]) -> int:
+    def _leaving(self, wanted: NDArray[np.bool_]) -> dict[int, list[int]]:
+        """Return layer -> experts that may leave their slots, the least recently used one last."""
+        layers, experts = np.nonzero((self.slots >= 0) & ~wanted)
+        leaving = defaultdict[int, list[int]](list)
+        for index in np.argsort(-self._last[layers, experts], kind="stable").tolist():
+            leaving[int(layers[index])].append(int(experts[index]))
+        return leaving
+
+    def _take_slot(self, layer: int, leaving: Mapping[int, list[int]]) -> int:
         if self._free[layer]:
             return self._free[layer].pop()
-        unwanted = (self.slots[layer] >= 0) & ~wanted
-        oldest = np.where(unwanted, self._last[layer], _NEVER).argmin()
-        slot, self.slots[layer, oldest] = int(self.slots[layer, oldest]), -1
+        expert = leaving[layer].pop()
+        slot, self.slots[layer, expert] = int(self.slots[layer, expert]), -1
         return slot
 
     def finish(self, moves: Iterable[Move], *, arrived: bool) -> None:

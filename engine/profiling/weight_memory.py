@@ -46,7 +46,9 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
-MOST_COPIES = 0.5  # of the host memory that is left, for copies of experts that are also on the GPU
+# Copies of experts on the GPU take at most this share of the host memory that is left, and so many times the
+# memory of experts that are not on the GPU: if those are few, little can be gained.
+MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
 CHAT_TOKENS = 4096  # context of the chat that the plan is made for
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
@@ -105,7 +107,8 @@ def _with_moves(
     """
     experts = slotted_experts(config, form, layer_matrices(config, form, dtype), plan)
     copies = sum(sizes.host_bytes * resident // sizes.rows for sizes, resident in experts)
-    if not experts or copies > room * MOST_COPIES:
+    others = sum(sizes.host_bytes for sizes, _ in experts) - copies
+    if not experts or copies > min(room * MOST_COPIES, others * COPIES_PER_OTHER):
         return plan
     budget = move_budget(rates, experts)
     if budget.most < max(sizes.host_bytes / sizes.rows for sizes, _ in experts):

@@ -1,4 +1,4 @@
-"""Which experts get slots: as a model of the rule in plain lists says, within the budget, and if it pays."""
+"""Experts get slots as a model of the rule in plain lists says, within the budget, and if it pays."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def as_mask(asked: list[set[int]]) -> NDArray[np.bool_]:
 def test_an_expert_asked_for_again_replaces_the_least_recently_used(
     run: tuple[list[int], list[int], float, list[list[set[int]]]], fates: list[str]
 ) -> None:
-    """Slots follow the rule within the budget, whatever copies fail; a slot is never shared."""
+    """Slots follow the rule within the budget, also after failed copies; no two experts share a slot."""
     num_slots, sizes, most, iterations = run
     places, model = places_of(num_slots, sizes, most), ByLists(num_slots, sizes, most)
     in_step = True  # no copy was missed

@@ -144,6 +144,9 @@ def test_experts_move_if_host_memory_has_room_for_all_of_them() -> None:
     every = sum(sizes.host_bytes for name, sizes in matrices.items() if name.endswith("experts"))
     assert staying.host_bytes < every <= moving.host_bytes
     assert moving.moves.free <= moving.moves.most
+    nearly = found(18, 64)  # most experts fit
+    assert nearly is not None
+    assert nearly.moves is None
     assert found(40, 64) is None  # all experts fit
     dense = plan(12)
     assert dense is not None

@@ -64,7 +64,7 @@ def test_one_graph_finds_experts_wherever_they_are(
 def test_graphs_that_stream_experts_are_captured_again_after_moves(
     whole: Decoder, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows let experts move, more rows stream half of those in host memory."""
+    """Few rows let experts move; more rows stream half of the experts in host memory."""
     places, moved = churning(seed)
     monkeypatch.setattr(expert_moves, "ExpertPlaces", places)
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2**17)[seed % 2])

@@ -72,7 +72,7 @@ def test_a_slot_holds_the_expert_that_was_put_there(kind: str | None, where: str
 
 @given(st.permutations(range(COUNT)), st.integers(0, SLOTS))
 def test_each_expert_has_a_place(order: list[int], num_used: int) -> None:
-    """Slots come first; a free slot is nobody's place; the others follow in the order of `on_host`."""
+    """Slots come first; a free slot is no expert's place; the others follow in the order of `on_host`."""
     gate = matrix(NAMES[0], None, PLAIN)
     slots = ExpertSlots([(gate, gate, gate)], COUNT, MoveBudget(0, 0), CPU)
     slot_of = np.full((1, COUNT), -1, np.int32)
