@@ -1,12 +1,13 @@
 """Experts that move between host memory and slots on the device.
 
-Host memory holds all experts of such a layer. The device has slots for some, each in the device's own format:
+Host memory holds all experts of a layer that has slots. The device's slots hold some, in the device's own
+format:
 
     places      | slots of the device    | experts in host memory alone, by number |
                 0                        num_slots                                 count, or less
 
-A table in device memory has each expert's place, so that graphs find experts wherever they are. A slot whose
-content changes is free: no expert has its place.
+A table in device memory has each expert's place, so graphs find every expert. A slot whose content
+changes is free: no expert has its place.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ class LayerSlots:
         index: of the layer, among those with slots.
         count: number of experts.
         places: [count] int32 on the device.
-        slots: [count], slot of each expert; -1: in host memory alone.
+        slots: [count], an expert's slot; -1: in host memory alone.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ExpertSlots:
         self.budget = budget
         self.places = torch.empty(len(layers), count, dtype=torch.int32, device=device)
         self.slots = np.empty((len(layers), count), np.int32)
-        """Slot of each expert, [layers, count]; -1: in host memory alone."""
+        """An expert's slot, [layers, count]; -1: in host memory alone."""
         self.layers = [
             LayerSlots(index, matrices, count, self.places[index], self.slots[index])
             for index, matrices in enumerate(layers)
@@ -112,12 +113,12 @@ class ExpertSlots:
         return [layer.num_slots for layer in self.layers]
 
     def place(self, slots: NDArray[np.int32]) -> None:
-        """Take in the slot of each expert, [layers, count]; the caller copies `all_places` to the device."""
+        """Take in the experts' slots, [layers, count]; the caller copies `all_places` to the device."""
         self.slots[:] = slots
         self.version += 1
 
     def all_places(self) -> NDArray[np.int32]:
-        """Return the place of each expert, [layers, count]."""
+        """Return the experts' places, [layers, count]."""
         others = self.slots < 0
         after = self._num_slots - 1 + np.cumsum(others, axis=1, dtype=np.int32)
         return np.where(others, after, self.slots)

@@ -45,7 +45,7 @@ class Linears:
 
     @property
     def key(self) -> int:
-        """What graphs of the stages depend on, besides the iteration's sizes."""
+        """Distinguishes graphs of the stages for the same sizes of the iteration."""
         moves = None if self._products is None else self._products.moves
         streams_experts = any(each.streams_experts for each in self._used)
         return 0 if moves is None or not streams_experts else moves.version

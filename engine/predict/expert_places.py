@@ -1,11 +1,11 @@
-"""Which experts of MoE layers are on the device: those that were asked for again, within a bus budget.
+"""Choice of the experts of MoE layers that are on the device: experts asked for again, within a bus budget.
 
 A layer has a fixed number of slots on the device, and host memory holds all of its experts. The CPU computes
 an expert without a slot. If it is asked for again, it takes the slot of the layer's least recently used
 expert, provided that that one was not asked for in between.
 
 These places are planned, whether or not experts move, and compared with the first ones, which never change.
-Experts move only while the planned places serve so many more choices that the copies pay.
+Experts move only while the planned places serve more choices, and these are worth the copies.
 """
 
 from collections import defaultdict
@@ -56,7 +56,7 @@ class ExpertPlaces:
     """The places of experts in all layers with slots.
 
     Args:
-        slots: the slot of each expert, [layers, experts]; -1: in host memory alone.
+        slots: per layer and expert, its slot; -1: in host memory alone.
         num_slots: per layer; the first places are those of the first experts.
         expert_bytes: per layer, of one expert in host memory.
     """
@@ -111,7 +111,7 @@ class ExpertPlaces:
 
         Args:
             gain: bytes that the CPU need not read with the planned places, but reads with the first.
-            chosen: bytes of all chosen experts.
+            chosen: bytes of the chosen experts.
             copied: bytes of the copies to the planned places.
         """
         rate = 1 / WINDOW

@@ -46,7 +46,7 @@ class WeightPlan:
     resident_rows: Mapping[str, int]
     gpu_bytes: int  # including embeddings, head, norms and biases
     host_bytes: int
-    moves: MoveBudget | None = None  # experts move, and host memory has all of them; None: they stay
+    moves: MoveBudget | None = None  # experts move, and all are in host memory; None: they stay
 
     @property
     def is_split(self) -> bool:
@@ -121,7 +121,7 @@ def slotted_experts(
 ) -> list[tuple[Sizes, int]]:
     """Return the layers' experts that can move, with their number on the GPU.
 
-    A layer's experts can move if some are on the GPU and some are not, and all of them have one format.
+    A layer's experts can move if some are on the GPU and some are not, and all have one format.
 
     Args:
         matrices: see `layer_matrices`.

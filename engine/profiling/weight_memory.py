@@ -46,8 +46,8 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
-# Copies of experts on the GPU take at most this share of the host memory that is left, and so many times the
-# memory of experts that are not on the GPU: if those are few, little can be gained.
+# Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
+# other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
 CHAT_TOKENS = 4096  # context of the chat that the plan is made for
 SHORT_TOKENS = 1000  # context that is too short to be useful
@@ -100,7 +100,7 @@ def plan_memory(
 def _with_moves(
     plan: WeightPlan, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, rates: Rates, room: int
 ) -> WeightPlan:
-    """Let experts move, if that can pay and if host memory has room for copies of those on the device.
+    """Let experts move, if that can pay and if host memory has room for copies of experts on the device.
 
     Args:
         room: bytes of host memory beside the plan's.

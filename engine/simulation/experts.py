@@ -15,8 +15,8 @@ from neo_desktop.engine.predict.expert_places import STORED_PASSES, ExpertPlaces
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 
 TOKENS = 1500  # simulated tokens of a chat, of which the first third is not counted
-# Share of choices that a least-recently-used list of so many of 512 experts holds, published for 10 experts
-# per token: https://github.com/ggml-org/llama.cpp/pull/27861
+# Of 512 experts, a list of the 64 or 128 most recently used ones holds these shares of the choices, published
+# for 10 experts per token: https://github.com/ggml-org/llama.cpp/pull/27861
 PUBLISHED = ((64 / 512, 0.67), (128 / 512, 0.81))
 
 

@@ -38,7 +38,7 @@ def expert_model(
 
     Args:
         share: see `with_shares`.
-        moves: see `OffloadedFormat`; one or four experts of each layer are then resident.
+        moves: see `OffloadedFormat`; a layer then has one or four resident experts.
     """
     config = experts_config(windows, intermediate_size)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
