@@ -205,7 +205,7 @@ def placed_form(
     offloaded_form = host_form(form)
     if device.type == "cuda":
         offloaded_form = replace(offloaded_form, room=weight_bytes)
-    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch)
+    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch, placed.moves)
 
 
 def model_path(model: str | Path) -> Path:

@@ -150,7 +150,8 @@ def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None
     """Build the model runner of this rank."""
     limits, model = parts.limits, parts.model
     sizes = limits.max_batch_tokens, limits.max_batch_requests
-    return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
+    given = model.decoder, parts.storage, *sizes, timeline, model.streams, group
+    return build_executor(*given, moves_experts=True)
 
 
 def trust_of(options: EngineOptions) -> Trust | None:

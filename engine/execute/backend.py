@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
 
-NEVER_CAPTURED = (Lane.STORE, Lane.SWAP)  # lanes whose work depends on the plan
+NEVER_CAPTURED = (Lane.STORE, Lane.SWAP, Lane.EXPERTS)  # lanes whose work depends on the plan
 
 
 class AnyProgram(Protocol):

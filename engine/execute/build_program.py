@@ -19,6 +19,7 @@ from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import NO_BLOCKS, AsyncBuffers
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.decodes import DecodeOffload, DeviceDecodes
+from neo_desktop.engine.execute.expert_moves import MovesBeside
 from neo_desktop.engine.execute.images import ImageInputs
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.linears import Linears
@@ -70,9 +71,18 @@ class ProgramBuilder:
         storage: The KV pools.
         workspace: Working memory of programs.
         decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
+        moves_experts: True if experts may move to the device.
     """
 
-    def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace, decodes: int) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        storage: KVStorage,
+        workspace: Workspace,
+        decodes: int,
+        *,
+        moves_experts: bool = False,
+    ) -> None:
         self._stages = stages
         self._model = stages.decoder
         self._storage = storage
@@ -90,7 +100,8 @@ class ProgramBuilder:
         # Offloaded matrices and their buffers; None: the model has none.
         self.products: OffloadedMatmuls | None = None
         if self._model.has_splits:
-            self.products = OffloadedMatmuls(stages, (decodes + MAX_ASYNC_DECODES, decodes))
+            rows = decodes + MAX_ASYNC_DECODES, decodes
+            self.products = OffloadedMatmuls(stages, rows, moves_experts=moves_experts)
         owners = (self._swaps, self._offload, self._async, self.products)
         on_host = [tensor for owner in owners if owner is not None for tensor in owner.on_host]
         # True if graphs can use the builder's host buffers; see `Workspace`.
@@ -130,6 +141,7 @@ class ProgramBuilder:
         parts = zip(memory.parts, members, firsts, strict=False)
         extras = [self._fill(part, each, first, rows_of_tokens) for part, each, first in parts]
         asked = [each for part in extras for each in part.asked]
+        experts = self._moves_of_experts(memory, members)
         is_whole = memory.is_fixed and for_graphs and graph_key.is_whole
         if (
             is_whole
@@ -137,18 +149,31 @@ class ProgramBuilder:
             and not any(each.sequence.num_pooled for each in asked)
         ):
             chosen_rows = sum(part.rows.count for part in memory.parts)
-            program = self._whole(memory)
+            program = self._whole(memory, experts)
         else:
             chosen_rows = None
             moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
             runs = [] if self._swaps is None else self._swaps.pool.runs_of(blocks)
-            program = self._program(memory, extras, moves, runs, chooses=False)
+            program = self._program(memory, extras, moves, runs, experts, chooses=False)
             firsts = accumulate((each.num_rows for each in asked), initial=0)
             asked = [each._replace(first_row=first) for each, first in zip(asked, firsts, strict=False)]
         if not self._stages.has_head:
             asked = []  # the rank with the output head chooses tokens
         program.fill(members, Outputs(asked, self._stages, self._workspace, chosen_rows))
         return program
+
+    def _moves_of_experts(self, memory: BatchMemory, members: Sequence[BatchMembers]) -> MovesBeside | None:
+        if self.products is None:
+            return None
+        rows = {
+            part.index: [
+                row
+                for sequence, first in each.placed(part.rows)
+                for row in range(first, first + len(sequence.token_ids))
+            ]
+            for part, each in zip(memory.parts, members, strict=True)
+        }
+        return self.products.moves_beside({part.index: part.rows.count for part in memory.parts}, rows)
 
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
@@ -162,7 +187,7 @@ class ProgramBuilder:
         program.fill([no_members] * len(memory.parts), Outputs((), self._stages, self._workspace, 0))
         return program
 
-    def _whole(self, memory: BatchMemory) -> Program:
+    def _whole(self, memory: BatchMemory, experts: MovesBeside | None = None) -> Program:
         """Return the program of a graph that holds whole iterations."""
         key = memory, self._async.newest
         if key in self._known:
@@ -171,7 +196,7 @@ class ProgramBuilder:
         if self._swaps is not None and count:
             runs = [BlockRun(0, min(count, self._swaps.pool.num_blocks))]
         extras, moves = [_Extras() for _ in memory.parts], Moves((), self._transfers)
-        program = self._program(memory, extras, moves, runs, chooses=True)
+        program = self._program(memory, extras, moves, runs, experts, chooses=True)
         if self.products is None:  # a stream of weights serves one iteration
             self._known[key] = program
         return program
@@ -182,6 +207,7 @@ class ProgramBuilder:
         extras: Sequence[_Extras],
         moves: Moves,
         runs: Sequence[BlockRun],
+        experts: MovesBeside | None,
         *,
         chooses: bool,
     ) -> Program:
@@ -189,6 +215,7 @@ class ProgramBuilder:
 
         Args:
             runs: The blocks of streamed KV to prefetch.
+            experts: Moves of experts beside the iteration.
         """
         shared: list[Attender] = [moves]
         stream = None
@@ -199,7 +226,7 @@ class ProgramBuilder:
         ending = OutputHead(self._stages, self._workspace, passes, self.products, chooses=chooses)
         used = [each.products for each in passes if each.products is not None] + ending.products
         can = memory.is_fixed and all(each.is_capturable for each in passes)
-        linears = Linears(self._stages, self.products, used, are_capturable=can)
+        linears = Linears(self._stages, self.products, used, are_capturable=can, moves=experts)
         return Program(self._workspace, memory, passes, shared, linears, ending)
 
     def _pass(self, memory: Memory, extras: _Extras, stream: PrefetchStream | None) -> SubBatchPass:

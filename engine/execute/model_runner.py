@@ -72,6 +72,7 @@ class ModelRunner(Executor):
         uses_gpu: True if the backend has relays and graphs; the fallback level may still exclude them.
         timeline: Records the work of every lane.
         timeout: Timeout for progress within an iteration; after it, the model runner is lost.
+        moves_experts: True if experts in host memory may move to the device.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelRunner(Executor):
         uses_gpu: bool = False,
         timeline: Timeline | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
+        moves_experts: bool = False,
     ) -> None:
         self._model = model = stages.decoder
         self._stages = stages
@@ -102,7 +104,8 @@ class ModelRunner(Executor):
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
             self._workspace = Workspace(stages, storage.tiers, capacity, num_programs, has_graphs=has_graphs)
-            self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
+            sizes = self._workspace, capacity.decodes
+            self._builder = ProgramBuilder(stages, storage, *sizes, moves_experts=moves_experts)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(tier.host_attends for tier in storage.tiers)
         self._relays = Relays() if has_host and self._may_use_flags else None

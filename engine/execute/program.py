@@ -85,7 +85,7 @@ class Program:
     @property
     def key(self) -> object:
         """Graph key: programs with equal keys have the same capturable steps."""
-        keys = tuple(each.key for each in self._attenders)
+        keys = self._linears.key, *(each.key for each in self._attenders)
         return self.graph_key, self._fetches, self._ending.chooses, self._is_capturable, keys
 
     @property
@@ -118,10 +118,15 @@ class Program:
         """Finish a successful iteration."""
         for each in self._attenders:
             each.commit()
+        if self._linears.moves is not None:
+            self._linears.moves.commit()
 
     def steps(self) -> Iterator[Step]:
         """Yield the iteration's steps in order."""
         yield Step(self._bring_inputs, is_capturable=False)
+        moves = self._linears.moves
+        if moves is not None:
+            yield Step(moves.begin, is_capturable=False)
         if self._ending.chooses and not self._linears.are_cut_at_sums:
             # One step: a launched graph does not look at its layers.
             yield Step(self._submit_layers, self._is_capturable)
@@ -130,6 +135,8 @@ class Program:
                 Step(each.submit, each.is_capturable and self._is_capturable) for each in self._layers()
             )
         yield Step(self._ending.sample, is_capturable=False)
+        if moves is not None:
+            yield Step(moves.end, is_capturable=False)
 
     def _submit_layers(self, launcher: Launcher) -> None:
         for step in self._layers():
