@@ -65,6 +65,14 @@ def levels() -> Iterator[Levels]:
         yield levels
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _lasting() -> Iterator[None]:
+    """Let the collector pass over what a module leaves: modules and caches, which last."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:

@@ -83,7 +83,7 @@ def against(worker: Callable[[socket.socket], None]) -> None:
         greet(here, SECRET)
     finally:
         here.close()
-        thread.join(20)
+        thread.join(60)
         there.close()
 
 

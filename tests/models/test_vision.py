@@ -97,11 +97,11 @@ def test_small_chunks_and_preempted_requests_keep_their_images(
 ) -> None:
     folder = folder_of(family)
     preemptions, room = 0, 224 if "gemma4" in family else 128
-    for chunk in (3, 32):
+    for chunk, tokens in ((3, TOKENS), (32, 40)):
         with engine_of(
             folder, "gpu-only", gpu_cache_tokens=room, max_batch_tokens=chunk, max_batch_requests=3
         ) as engine:
-            check(engine, folder, tokens=40)
+            check(engine, folder, tokens)
             preemptions += engine._scheduler.counters.num_preemptions
     assert preemptions
 
