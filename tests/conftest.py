@@ -86,7 +86,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start workers quickly. Let hypothesis try few inputs without --all; the computer may be slow, or busy."""
+    """Start workers quickly; without --all, let hypothesis try few inputs, on computers of any speed."""
     if _IS_QUICK and config.getoption("numprocesses", None):
         workers = ExitStack()
         workers.enter_context(quick_processes(list(map(str, config.invocation_params.args))))

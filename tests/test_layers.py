@@ -61,10 +61,7 @@ def test_the_loop_over_layers_names_no_technique() -> None:
 
 # Importing the first does not import the second.
 LIGHT = (
-    (
-        "neo_desktop, neo_desktop.app.cli, neo_desktop.engine.schedule.scheduler",
-        {"torch", "fastapi", "gradio"},
-    ),
+    ("neo_desktop, neo_desktop.app.cli, neo_desktop.engine.schedule.scheduler", {"torch", "fastapi"}),
     ("neo_desktop.app.bench, neo_desktop.engine.engine", {"fastapi", "triton"}),
     ("neo_desktop.app.commands.serve_command", {"gradio"}),
 )

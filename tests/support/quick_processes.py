@@ -10,8 +10,8 @@ child and ends. The server then returns the child's number to the caller.
 
 The caller adopts orphaned children (a subreaper, in Linux) until it has the number.
 
-Workers of pytest-xdist start the same way, from a server that has also collected the tests: one process imports
-what all workers need. Each worker gets a server of its own, forked before the worker starts.
+Workers of pytest-xdist start the same way, from a server that has also collected the tests: one process
+imports what all workers need. Each worker gets a server of its own, forked before the worker starts.
 """
 
 import atexit
@@ -209,7 +209,7 @@ def _next_child(link: socket.socket) -> _Program:
 
 
 def _server_of_worker() -> str:
-    """Fork a server for the programs of the worker that this process becomes; return its connection and number."""
+    """Fork a server for the programs of this process, a worker; return its connection and number."""
     link, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = os.fork()
     if server == 0:
