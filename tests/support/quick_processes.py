@@ -39,6 +39,7 @@ _PRELOADED = (
     "gradio", "neo_desktop.app.bench.run", "neo_desktop.app.cli", "neo_desktop.app.commands.doctor_command",
     "neo_desktop.app.commands.serve_command", "neo_desktop.app.engines.child", "torch",
 )  # fmt: skip
+_USED_BY_EXPORTS = "torch._dynamo.symbolic_convert", "torch.export._trace"
 # Libraries read these at import.
 _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
@@ -228,6 +229,8 @@ def main() -> None:
     for name in _PRELOADED:
         __import__(name)
     if (collected := json.loads(sys.argv[2])) is not None:
+        for name in _USED_BY_EXPORTS:
+            __import__(name)
         pytest.main([*collected, "-n0", "--collect-only", "-q"])
     sys.path[:] = own_path
     profile_briefly()
