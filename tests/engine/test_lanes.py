@@ -132,19 +132,6 @@ def test_an_idle_lane_uses_no_cpu() -> None:
     lane.close()
 
 
-def test_a_program_that_forgets_to_close_ends() -> None:
-    program = (
-        "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
-        "from neo_desktop.engine.execute.timeline import Stage\n"
-        "lane = ThreadLane('a')\n"
-        "lane.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert ended.stdout == "ran\n"
-
-
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
     lanes, gate, other, ran = Lanes.threads(None), threading.Event(), threading.Event(), []
     lanes.begin(Watchdog(0.4, predicted_ms=12))
@@ -177,17 +164,18 @@ def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
     lanes.close()
 
 
-def test_a_program_with_a_stage_that_never_ends_ends() -> None:
+def test_a_program_that_forgets_to_close_idle_and_stuck_lanes_ends() -> None:
     program = (
         "import threading\n"
         "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
         "from neo_desktop.engine.execute.timeline import Stage\n"
-        "lane, begun = ThreadLane('a'), threading.Event()\n"
-        "lane.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"
+        "idle, stuck, begun = ThreadLane('a'), ThreadLane('b'), threading.Event()\n"
+        "idle.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
+        "stuck.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"
         "begun.wait()\n"
         "print('end')\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
-    assert (ended.stdout, ended.stderr) == ("end\n", "")
+    assert (ended.stdout, ended.stderr) == ("ran\nend\n", "")

@@ -144,7 +144,7 @@ def _program_of(given: dict[str, Any]) -> _Program | None:
             arguments = ["neo-desktop", *rest]
         case [sys.executable, "-u", "-c", code] if code == _WORKER:
             arguments = ["-c"]
-        case [sys.executable, "-P", "-c", code, *rest] if "from neo_desktop" in code:
+        case [sys.executable, "-P", "-c", code, *rest]:
             arguments = ["-c", *rest]
         case [sys.executable, str(file), *rest] if file.endswith(".py"):
             arguments = [file, *rest]
