@@ -17,7 +17,7 @@ from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.watchdog import Watchdog
 
 STAGE = Stage("work", 0, 0, 1)
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 def task(work: Work, stage: Stage = STAGE) -> HostTask:
