@@ -4,7 +4,6 @@ import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from neo_desktop.models.traced import graph
 from neo_desktop.models.traced.sizes import Source
 
 SIZES = {
@@ -24,7 +24,6 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 
-TRACED = "neo_desktop.models.traced"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 MakeCheckpoint = Callable[..., tuple[Path, Any]]
@@ -32,26 +31,19 @@ MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture(scope="session", autouse=True)
 def _exported_once() -> Iterator[None]:
-    """Run and export each configuration once, which takes 4 s: tests have it in many folders."""
+    """Export each configuration once, which takes 4 s: tests have it in many folders."""
+    export, exports = graph._exported.__wrapped__, dict[object, graph.Exported]()
+
+    def exported(source: Source, modified_ns: int, *others: Any) -> graph.Exported:
+        content = source.named.read_text() if source.config_json is None else source.config_json
+        key = replace(source, path=Path(), config_json=content), *others
+        if key not in exports:
+            exports[key] = export(source, modified_ns, *others)
+        return exports[key]
+
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (("graph", "_exported"), ("spec", "examined")):
-            function = getattr(import_module(f"{TRACED}.{module}"), name).__wrapped__
-            patch.setattr(f"{TRACED}.{module}.{name}", _by_content(function))
+        patch.setattr(graph, "_exported", exported)
         yield
-
-
-def _by_content(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a `Source` that keeps its results by the content of the configuration."""
-    results: dict[object, Any] = {}
-
-    def kept(source: Source, *others: Any) -> Any:
-        content = source.named.read_bytes() if source.config_json is None else source.config_json
-        key = replace(source, path=Path(), config_json=str(content)), others[1:]
-        if key not in results:
-            results[key] = function(source, *others)
-        return results[key]
-
-    return kept
 
 
 @pytest.fixture(scope="session")

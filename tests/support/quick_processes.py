@@ -45,7 +45,8 @@ _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
     "TRITON",
 )  # fmt: skip
-_OF_THE_PAGE = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY")  # which the page sets anew in every process
+# The page, the engine and torch set these anew in every process.
+_SET_LATER = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
 _PROFILE_S = 0.2  # predictions change the speed, never an answer
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
@@ -64,7 +65,7 @@ class _Program:
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
     early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
-    return {name: value for name, value in early.items() if name not in _OF_THE_PAGE}
+    return {name: value for name, value in early.items() if name not in _SET_LATER}
 
 
 class _Server:
