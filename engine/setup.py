@@ -102,12 +102,13 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        drafting, plan, drafter = None, None, None
+        drafting, plan, drafter, checkpoint = None, None, None, None
         if options.draft_model is not None:
             drafting = Drafting(options)
             resources.callback(drafting.close)
-            plan = drafting.plan
-        loaded = load(options, progress, plan=plan, rank=ALONE if leader is None else leader.rank)
+            plan, checkpoint = drafting.plan, drafting.model
+        rank = ALONE if leader is None else leader.rank
+        loaded = load(options, progress, plan=plan, rank=rank, checkpoint=checkpoint)
         if drafting is not None:
             options, drafter = drafting.options, drafting.drafter
         parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)

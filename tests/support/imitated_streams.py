@@ -192,9 +192,11 @@ class ImitatedBackend:
             launcher.last = dict.fromkeys(LANES, self._end)
         is_new = program.key not in self._seen
         self._seen.add(program.key)
+        parts = sections(program)
+        with_graphs = with_graphs and any(can for can, _ in parts)
         self.was_graph = with_graphs and not is_new
         num_graphs = len(self._graphs)
-        for number, (can, steps) in enumerate(sections(program)):
+        for number, (can, steps) in enumerate(parts):
             if not self.was_graph or not can:
                 before = len(launcher.operations)
                 for step in steps:
