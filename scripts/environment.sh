@@ -5,6 +5,7 @@
 #   at once, new and moved files need an install.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE  # images of containers set it; every process would compile all modules again
 
 fail() {
     echo "error: $*" >&2

@@ -27,6 +27,8 @@ from quick_processes import profile_briefly, quick_processes
 
 from neo_desktop.engine import setup
 
+_IS_QUICK = sys.platform == "linux" and not torch.cuda.is_available()  # CUDA cannot start in a forked process
+
 # Must be set before Triton is imported: without a GPU, kernels run in its interpreter, on CPU tensors.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -47,8 +49,7 @@ def _surroundings() -> Iterator[None]:
     with (
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
-        # CUDA cannot start in a forked process.
-        quick_processes() if sys.platform == "linux" and not torch.cuda.is_available() else nullcontext(),
+        quick_processes() if _IS_QUICK else nullcontext(),
     ):
         profile_briefly()
         patch.setenv("NEO_DESKTOP_CACHE", folder)
@@ -64,6 +65,14 @@ def levels() -> Iterator[Levels]:
         yield levels
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _lasting() -> Iterator[None]:
+    """Let the collector pass over what a module leaves: modules and caches, which last."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
@@ -77,7 +86,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis try few inputs without --all; the computer may be slow, or busy."""
+    """Start workers quickly; without --all, let hypothesis try few inputs, on computers of any speed."""
+    if _IS_QUICK and config.getoption("numprocesses", None):
+        workers = ExitStack()
+        workers.enter_context(quick_processes(list(map(str, config.invocation_params.args))))
+        config.add_cleanup(workers.close)
     settings.register_profile(
         "any pace",
         max_examples=100 if config.getoption("--all") else 15,

@@ -77,7 +77,7 @@ def test_scripts_and_extras_that_are_printed_exist(words: list[str]) -> None:
 @pytest.mark.parametrize("arguments", [["info"], ["models"], ["models", "info", "neo-desktop-guide"]])
 def test_commands_that_need_no_network_run(arguments: list[str], tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("neo-desktop")
-    places = {"NEO_DESKTOP_DATA": tmp_path, "NEO_DESKTOP_CACHE": tmp_path, "HF_HOME": tmp_path}
+    places = {"NEO_DESKTOP_DATA": tmp_path, "NEO_DESKTOP_CACHE": tmp_path}
     environment = os.environ | {name: str(path) for name, path in places.items()}
     run = subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -46,7 +46,10 @@ def test_models_tell_their_context_length(client: openai.OpenAI) -> None:
 
 
 def test_health_and_stats() -> None:
-    with running(make_engine(FakeExecutor())) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        running(make_engine(FakeExecutor())) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
         assert http.get("/health").json() == {"status": "ok", "model": MODEL, "backend": "neo"}
         ask(server.client())
         stats = http.get("/stats").json()

@@ -147,7 +147,7 @@ def test_a_full_queue_is_503() -> None:
     with running(make_engine(executor), max_queued_requests=1) as server:
         executor.open.clear()
         with (
-            httpx.Client(base_url=server.url, trust_env=False) as http,
+            httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http,
             ThreadPoolExecutor() as in_background,
         ):
             first = in_background.submit(

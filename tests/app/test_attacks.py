@@ -226,7 +226,7 @@ def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptu
     with running(make_engine(executor), api_key=KEY) as server:
         for key in (KEY, f"{KEY}x"):
             headers = {"Authorization": f"Bearer {key}"}
-            answer = httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False)
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False, timeout=30)
             assert KEY not in answer.text
         raw(server, f"GET / HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nbroken\r\n\r\n".encode(), 0.5)
     assert KEY not in caplog.text
@@ -250,7 +250,7 @@ def test_errors_show_nothing_of_the_program(executor: FakeExecutor) -> None:
 
     with running(make_engine(executor)) as server:
         server.app.add_api_route("/broken", broken)
-        answer = httpx.get(f"{server.url}/broken", trust_env=False)
+        answer = httpx.get(f"{server.url}/broken", trust_env=False, timeout=30)
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert "Traceback" not in answer.text

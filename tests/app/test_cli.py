@@ -169,7 +169,7 @@ def test_who_reads_no_more_gets_no_traceback() -> None:
 def test_options_of_the_server_reach_it(checkpoint: Path) -> None:
     access = ("--api-key", "secret", "--allow-origin", "app://notes")
     with running("serve", "--model", checkpoint, *access) as (_, address):
-        answer = httpx.get(f"{address}/v1/models", headers={"Origin": "app://notes"})
+        answer = httpx.get(f"{address}/v1/models", headers={"Origin": "app://notes"}, timeout=30)
         assert answer.status_code == 401
         assert answer.headers["access-control-allow-origin"] == "app://notes"
 
@@ -245,7 +245,7 @@ def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(
         assert "shutting down" in rest
         assert process.wait(timeout=60) == 0
     assert json.loads(timeline.read_text())
-    assert [child.pid for child in children if child.is_running()] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_an_engine_process_ends_with_its_server_however_that_ends(checkpoint: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_request(server: Ru
         connection.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{"
         )
-    with httpx.Client(base_url=server.url, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as http:
         assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
     eventually(lambda: is_idle(server.service))
 
@@ -112,12 +112,12 @@ def test_a_client_with_little_patience_outlasts_a_long_prompt(
     """The prefill takes longer than the client's read timeout."""
     monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.1)
     executor.open.clear()
-    timeout = httpx.Timeout(30, read=3)
+    timeout = httpx.Timeout(30, read=6)
     url = f"{server.url}/v1/chat/completions"
     begun, last = time.monotonic(), ""
     with httpx.stream("POST", url, json=CHAT | {"stream": True}, trust_env=False, timeout=timeout) as answer:
         for line in answer.iter_lines():
-            if time.monotonic() > begun + 4:
+            if time.monotonic() > begun + 7:
                 executor.open.set()
             last = line or last
     assert last == "data: [DONE]"

@@ -56,13 +56,17 @@ def drip(client: socket.socket, data: bytes) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LimitedProtocol, "head_timeout_s", 0.3)
     monkeypatch.setattr(LimitedProtocol, "stall_timeout_s", 0.3)
     monkeypatch.setattr(LimitedProtocol, "linger_s", 0.3)
     monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.3)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.fixture
+def quick_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "head_timeout_s", 0.3)
+
+
+@pytest.mark.usefixtures("quick_heads")
 @pytest.mark.parametrize("beginning", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX"])
 def test_a_head_that_does_not_come_is_not_waited_for(server: RunningServer, beginning: bytes) -> None:
     clients = [connect(server) for _ in range(70)]
@@ -72,7 +76,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(server: RunningServer, begi
     eventually(lambda: not server.server.server_state.connections)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_heads")
 def test_a_head_that_drips_is_not_waited_for(server: RunningServer) -> None:
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\n")
@@ -156,7 +160,7 @@ def strict(executor: FakeExecutor) -> Iterator[RunningServer]:
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_bodies_are_limited_on_every_path(strict: RunningServer, path: str, is_chunked: bool) -> None:
     content = (b"x" * 100 for _ in range(11)) if is_chunked else b"x" * 1100
-    answer = httpx.post(strict.url + path, content=content, trust_env=False)
+    answer = httpx.post(strict.url + path, content=content, trust_env=False, timeout=30)
     assert answer.status_code == 413
     assert "limit" in answer.json()["error"]["message"]
 
@@ -173,7 +177,9 @@ def test_a_body_without_end_is_not_read_for_ever(
 
 def test_messages_are_limited(strict: RunningServer) -> None:
     messages = [{"role": "user", "content": "x"}] * 4
-    answer = httpx.post(f"{strict.url}/v1/chat/completions", json={"messages": messages}, trust_env=False)
+    answer = httpx.post(
+        f"{strict.url}/v1/chat/completions", json={"messages": messages}, trust_env=False, timeout=30
+    )
     assert answer.status_code == 400
     assert "4 messages" in answer.json()["error"]["message"]
 
@@ -197,7 +203,7 @@ def test_connections_are_limited(server: RunningServer, monkeypatch: pytest.Monk
         assert read_to_end(one_more).startswith(b"HTTP/1.1 503")
     clients[0].close()
     eventually(lambda: len(server.server.server_state.connections) == 2)
-    assert httpx.get(f"{server.url}/health", trust_env=False).is_success
+    assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).is_success
     for client in clients:
         client.close()
 

@@ -67,7 +67,7 @@ def test_a_published_server_runs_over_stdio_and_ends_with_the_program(tmp_path: 
         assert children
 
     with_servers(tmp_path, use)
-    assert not any(child.is_running() for child in children)
+    assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
 def test_streamable_http_with_headers(tmp_path: Path, notes: Notes, caplog: pytest.LogCaptureFixture) -> None:

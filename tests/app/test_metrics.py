@@ -11,7 +11,7 @@ from .fake_engine import FakeExecutor
 
 
 def figures(server: RunningServer, **headers: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    answer = httpx.get(f"{server.url}/metrics", headers=headers, trust_env=False)
+    answer = httpx.get(f"{server.url}/metrics", headers=headers, trust_env=False, timeout=30)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
     return {
@@ -23,7 +23,7 @@ def figures(server: RunningServer, **headers: str) -> dict[tuple[str, frozenset[
 
 def test_requests_are_counted_and_timed(server: RunningServer) -> None:
     body = {"prompt": ["xx", "yyy"], "n": 2, "max_tokens": 5}
-    assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False).is_success
+    assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30).is_success
     eventually(lambda: is_idle(server.service))
     found = figures(server)
 
@@ -50,7 +50,7 @@ def test_requests_are_counted_and_timed(server: RunningServer) -> None:
 def test_running_requests_are_told_by_place(server: RunningServer, executor: FakeExecutor) -> None:
     body = {"prompt": "xx", "max_tokens": 400, "stream": True}
     executor.open.clear()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False):
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30):
         key = "neo_desktop_running_requests", frozenset({("tier", "gpu")})
         executor.steps.release()
         eventually(lambda: figures(server)[key] == 1)

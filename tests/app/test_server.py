@@ -66,8 +66,12 @@ def test_an_app_with_a_key_needs_it(executor: FakeExecutor) -> None:
         assert server.client("a-key").models.list().data[0].id == MODEL
         with pytest.raises(openai.AuthenticationError):
             server.client("wrong").models.list()
-        assert httpx.get(f"{server.url}/health", headers={"Host": "box.lan"}, trust_env=False).is_success
-        answer = httpx.get(f"{server.url}/health", headers={"Host": "evil.example"}, trust_env=False)
+        assert httpx.get(
+            f"{server.url}/health", headers={"Host": "box.lan"}, trust_env=False, timeout=30
+        ).is_success
+        answer = httpx.get(
+            f"{server.url}/health", headers={"Host": "evil.example"}, trust_env=False, timeout=30
+        )
         assert answer.status_code == 403
 
 
@@ -90,7 +94,7 @@ def test_the_end_is_told_to_streams_and_to_those_who_wait(
     server.thread.join(30)
     assert not server.engine.has_work
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/health", trust_env=False)
+        httpx.get(f"{server.url}/health", trust_env=False, timeout=30)
 
 
 def test_a_page_that_stays_open_does_not_keep_the_server_up(
@@ -105,7 +109,7 @@ def test_a_page_that_stays_open_does_not_keep_the_server_up(
 
     with running(make_engine(executor)) as server:
         server.app.add_route("/page", lambda _: StaysOpen())
-        with httpx.stream("GET", f"{server.url}/page", trust_env=False) as page:
+        with httpx.stream("GET", f"{server.url}/page", trust_env=False, timeout=30) as page:
             server.stop()
             with pytest.raises(httpx.RemoteProtocolError):
                 page.read()
@@ -135,23 +139,25 @@ def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) 
         with ExitStack() as connections:
             for _ in range(5 * limit):
                 connections.enter_context(socket.create_connection(address, timeout=30))
-            answer = httpx.get(f"{url}/health", trust_env=False, timeout=20)
+            answer = httpx.get(f"{url}/health", trust_env=False, timeout=30)
             assert answer.status_code == 503
             assert "too many connections" in answer.text
             time.sleep(1)
 
         def is_well() -> bool:
-            return httpx.get(f"{url}/health", trust_env=False, timeout=20).is_success
+            return httpx.get(f"{url}/health", trust_env=False, timeout=30).is_success
 
         eventually(is_well)
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False).is_success
+        assert httpx.post(
+            f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False, timeout=30
+        ).is_success
     assert len(log.read_text().splitlines()) < 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_program_cleanly(number: signal.Signals) -> None:
     with program() as (process, url):
-        assert httpx.get(f"{url}/health", trust_env=False).is_success
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=30).is_success
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
         assert (output, process.returncode) == ("the end\n", 0)

@@ -175,7 +175,7 @@ def test_the_server_answers_while_a_template_is_hostile(executor: FakeExecutor) 
         asking.start()
         num_answered = 0
         while asking.is_alive():
-            assert httpx.get(f"{server.url}/health", timeout=10, trust_env=False).is_success
+            assert httpx.get(f"{server.url}/health", timeout=30, trust_env=False).is_success
             num_answered += not answers
         asking.join()
         assert num_answered > 1

@@ -197,7 +197,7 @@ def served(*options: str, cache: Path) -> Iterator[int]:
             yield int(found[1])
         finally:
             server.terminate()
-            server.wait(20)
+            server.wait(60)
 
 
 def test_a_chat_is_answered_with_its_memory_in_a_worker(
@@ -219,7 +219,7 @@ def test_a_chat_is_answered_with_its_memory_in_a_worker(
     here = ("--gpu-cache-tokens", "0", "--cpu-cache-tokens", "0")
     with served(*here, *options, cache=tmp_path) as port:
         assert "".join(ask(port, chat)) == alone
-        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read()
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
         decodes = re.search(rb"neo_desktop_cpu_decodes_total ([\d.]+)", metrics)
         assert decodes is not None
         assert float(decodes[1]) > 0

@@ -21,7 +21,7 @@ from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 NUM_BLOCKS = 24
 
 

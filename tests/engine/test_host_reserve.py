@@ -202,7 +202,7 @@ for part in parts:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str) -> None:
-    subprocess.run([sys.executable, "-c", RESIDENT_MEMORY.format(dtype=dtype)], check=True)
+    subprocess.run([sys.executable, "-P", "-c", RESIDENT_MEMORY.format(dtype=dtype)], check=True)
 
 
 def test_an_engine_goes_on_when_memory_cannot_be_looked_at() -> None:

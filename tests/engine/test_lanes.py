@@ -17,7 +17,7 @@ from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.watchdog import Watchdog
 
 STAGE = Stage("work", 0, 0, 1)
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 def task(work: Work, stage: Stage = STAGE) -> HostTask:
@@ -132,25 +132,12 @@ def test_an_idle_lane_uses_no_cpu() -> None:
     lane.close()
 
 
-def test_a_program_that_forgets_to_close_ends() -> None:
-    program = (
-        "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
-        "from neo_desktop.engine.execute.timeline import Stage\n"
-        "lane = ThreadLane('a')\n"
-        "lane.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert ended.stdout == "ran\n"
-
-
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
-    lanes, gate, ran = Lanes.threads(None), threading.Event(), []
+    lanes, gate, other, ran = Lanes.threads(None), threading.Event(), threading.Event(), []
     lanes.begin(Watchdog(0.4, predicted_ms=12))
     stuck = lanes.host(task(gate.wait, Stage("CPU attention", 3, 1, 7)), 0)
     dependent = lanes.run(Lane.TO_DEVICE, STAGE, lambda: ran.append("dependent"), (stuck,))
-    lanes.run(Lane.SWAP, STAGE, lambda: ran.append("other"))
+    lanes.run(Lane.SWAP, STAGE, other.set)
     expected = (
         "the CPU did not end 'CPU attention' in layer 3 of sub-batch 1 (thread 'cpu') within 0.4 s; the "
         "whole iteration should take 12 ms; a thread cannot be stopped, and the engine must be started again"
@@ -160,33 +147,35 @@ def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
             wait()
         assert str(caught.value) == expected
     assert str(lanes.abandon(caught.value)) == expected
-    assert ran == ["other"]
+    assert other.wait(TIMEOUT_S)
+    assert not ran
     lanes.close()
     gate.set()
 
 
 def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
     lanes, gate = Lanes.threads(None), threading.Event()
-    lanes.begin(Watchdog(1.5))
+    lanes.begin(Watchdog(3.0))
     lanes.host(task(gate.wait), 0)
     for _ in range(4):
-        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(0.5))  # together longer than the timeout
+        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together longer than the timeout
     lanes.run(Lane.SWAP, STAGE, gate.set)
     lanes.join()
     lanes.close()
 
 
-def test_a_program_with_a_stage_that_never_ends_ends() -> None:
+def test_a_program_that_forgets_to_close_idle_and_stuck_lanes_ends() -> None:
     program = (
         "import threading\n"
         "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
         "from neo_desktop.engine.execute.timeline import Stage\n"
-        "lane, begun = ThreadLane('a'), threading.Event()\n"
-        "lane.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"
+        "idle, stuck, begun = ThreadLane('a'), ThreadLane('b'), threading.Event()\n"
+        "idle.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
+        "stuck.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"
         "begun.wait()\n"
         "print('end')\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
-    assert (ended.stdout, ended.stderr) == ("end\n", "")
+    assert (ended.stdout, ended.stderr) == ("ran\nend\n", "")

@@ -25,7 +25,7 @@ from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
 EXPERT_BYTES = 3 * 64 * experts_config().hidden_size * 4  # one expert of `expert_model` in float32
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.decoder import Decoder
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_without_kv_on_the_host_no_other_thread_is_used(model: Decoder) -> None:
     tokens = list(range(9))
     plan = IterationPlan((SubBatch((sequence("a", tokens, 0, KVTier.DEVICE, 0),)),))
     check_result(model, plan, {"a": tokens}, executor.execute(plan))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     assert {span.lane for span in timeline.spans} == {"device"}
     executor.close()
 

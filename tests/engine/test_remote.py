@@ -83,7 +83,7 @@ def against(worker: Callable[[socket.socket], None]) -> None:
         greet(here, SECRET)
     finally:
         here.close()
-        thread.join(20)
+        thread.join(60)
         there.close()
 
 
@@ -253,8 +253,8 @@ def test_tls_is_for_those_who_trust_the_certificate(model: Decoder, certificates
         with pytest.raises(RefusedError, match=r"TLS failed: .*certificate verify failed"):
             open_link(model, address, Trust(SECRET, engine_tls(other)))
         with pytest.raises((RefusedError, ConnectionResetError)):
-            open_link(model, address, Trust(SECRET, timeout_s=20.0))
-        link = open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=20.0))
+            open_link(model, address, Trust(SECRET, timeout_s=60.0))
+        link = open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=60.0))
         rows = torch.randn(2, 70, *_row_shape())
         found, slots = torch.empty_like(rows), torch.arange(70)
         link.store(0, slots, rows[0], rows[1])
@@ -262,4 +262,4 @@ def test_tls_is_for_those_who_trust_the_certificate(model: Decoder, certificates
         assert torch.equal(found, rows)
         link.close()
     with running_worker() as (_, address), pytest.raises(OSError, match=r"encrypted|closed|reset|timed out"):
-        open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=20.0))
+        open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=60.0))

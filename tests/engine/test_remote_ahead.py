@@ -27,7 +27,7 @@ from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
 ONE, TWO = KVTier.worker(1), KVTier.worker(2)
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 
 @pytest.fixture(scope="module")

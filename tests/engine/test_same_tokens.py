@@ -1,6 +1,7 @@
 """An answer of quantised weights on a CPU has the same bits in any batch, chunk, cache and policy."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -13,9 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_desktop import Engine, SamplingParams, native
 from neo_desktop.engine.generate import Completion
+from neo_desktop.engine.loading import load
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.setup import take_memory
 
 Answer = tuple[list[int], list[float]]
 VOCABULARY, MOST_TOKENS = 384, 230
+loaded_once = cache(load)
 POLICIES = ("gpu-only", "fastdecode", "neo", "apex", "pie", "auto")
 
 
@@ -65,7 +70,7 @@ def answer(found: Completion) -> Answer:
     cache_tokens=st.sampled_from([272, 384, 1024]),
     num_threads=st.integers(1, 3),
 )
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_an_answer_has_the_same_bits_cold_warm_chunked_preempted_and_under_every_policy(
     model: Path,
     batch: list[list[int]],
@@ -76,20 +81,21 @@ def test_an_answer_has_the_same_bits_cold_warm_chunked_preempted_and_under_every
 ) -> None:
     each = [params(i) for i in range(len(batch))]
     cost_model = machine(num_layers=2)
-    with Engine.from_pretrained(model, device="cpu", policy="gpu-only", cost_model=cost_model) as engine:
+    loaded = loaded_once(EngineOptions(model=model, device="cpu"))
+    parts = take_memory(loaded, EngineOptions(device="cpu", policy="gpu-only"))
+    with Engine.from_parts(parts, "gpu-only", cost_model=cost_model) as engine:
         alone = [engine.generate([prompt], one)[0] for prompt, one in zip(batch, each, strict=True)]
     of_cpu = {} if policy == "gpu-only" else {"cpu_cache_tokens": cache_tokens}
     of_gpu = {} if policy == "fastdecode" else {"gpu_cache_tokens": cache_tokens}
-    with Engine.from_pretrained(
-        model,
+    options = EngineOptions(
         device="cpu",
         policy=policy,
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=4,
-        cost_model=cost_model,
         **of_cpu,
         **of_gpu,
-    ) as engine:
+    )
+    with Engine.from_parts(take_memory(loaded, options), policy, cost_model=cost_model) as engine:
         native.set_default_num_threads(num_threads)
         for _ in range(2):
             together = engine.generate(batch, each)

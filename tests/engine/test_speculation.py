@@ -73,7 +73,7 @@ def shown(answers: list[Completion]) -> list[Any]:
     return [(answer.text, answer.tokens, answer.finish_reason) for answer in answers]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     cache_tokens=st.sampled_from((288, 512, 4096)),

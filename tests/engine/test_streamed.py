@@ -27,7 +27,7 @@ NUM_LAYERS = len(WINDOWS)
 NUM_BLOCKS = 24
 ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
 LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.EXPERTS))
-TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
+TIMEOUT_S = 60.0  # for prompt events; only a defect waits this long
 
 # Per request: tier, blocks, number of tokens before the second iteration.
 HOMES = {

@@ -288,7 +288,7 @@ def test_closing_in_the_middle_of_an_iteration_ends_it(model: Decoder, lane: Lan
     def hook(at: Lane, stage: Stage) -> None:
         if is_watching and at is lane and stage.layer == 1:
             reached.set()
-            assert gate.wait(20)
+            assert gate.wait(60)
 
     executor, _ = make_executor(model, hook=hook)
     executor.execute(prompts("ac"))
@@ -303,10 +303,10 @@ def test_closing_in_the_middle_of_an_iteration_ends_it(model: Decoder, lane: Lan
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(60)
     executor.close()
     gate.set()
-    thread.join(20)
+    thread.join(60)
     assert len(raised) == 1
     assert "closed" in str(raised[0]) or "cancelled" in str(raised[0])
     with pytest.raises(RuntimeError, match="is closed"):

@@ -76,7 +76,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, share: float) -> N
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", WRITTEN)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path, model = write_hybrid(tmp_path, family)
     expected = expected_logits(model, tokens(40))
     assert expected.std() > 0.1
@@ -84,12 +84,6 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert summarize(path).is_by_transformers
     config = open_checkpoint(path).config()
     assert config.num_parameters >= sum(weight.numel() for weight in model.parameters())
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", WRITTEN)
-def test_the_engine_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    path, _ = write_hybrid(tmp_path, family)
     prompt = tokens(40).tolist()
     options = EngineOptions(
         model=str(path),

@@ -120,7 +120,7 @@ class Failing:
 def test_iterations_that_fail_leave_states_as_they_were(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of("qwen3.5")
+    folder = folder_of("granite-4-h")
     with engine_of(folder, "gpu-only") as engine:
         executor = engine._iterations.executor
         failing = Failing(executor.start)

@@ -80,7 +80,9 @@ def check(engine: Engine, folder: Path, tokens: int = TOKENS) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", CASES)
-def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
+def test_policies_chunks_and_preemptions_give_the_tokens_of_transformers(
+    folder_of: Callable[[str], Path], family: str
+) -> None:
     folder = folder_of(family)
     for policy in sorted(POLICIES):
         with engine_of(folder, policy, gpu_cache_tokens=640 if "gemma4" in family else 320) as engine:
@@ -88,20 +90,12 @@ def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str],
             before = engine._scheduler.counters.num_cached_tokens
             check(engine, folder)  # prompts come back
             assert engine._scheduler.counters.num_cached_tokens > before
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", CASES)
-def test_small_chunks_and_preempted_requests_keep_their_images(
-    folder_of: Callable[[str], Path], family: str
-) -> None:
-    folder = folder_of(family)
     preemptions, room = 0, 224 if "gemma4" in family else 128
-    for chunk in (3, 32):
+    for chunk, tokens in ((3, TOKENS), (32, 40)):
         with engine_of(
             folder, "gpu-only", gpu_cache_tokens=room, max_batch_tokens=chunk, max_batch_requests=3
         ) as engine:
-            check(engine, folder, tokens=40)
+            check(engine, folder, tokens)
             preemptions += engine._scheduler.counters.num_preemptions
     assert preemptions
 

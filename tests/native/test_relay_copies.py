@@ -10,7 +10,7 @@ from torch import Tensor
 
 from neo_desktop.native.relay import DONE, READY, HostTask, Relay, RelayStalledError, copy_task, empty_flags
 
-TIMEOUT_S = 20.0  # for expected events; only a defect waits until the end
+TIMEOUT_S = 60.0  # for expected events; only a defect waits until the end
 
 
 class Copies:

@@ -48,10 +48,12 @@ def test_idle_threads_sleep() -> None:
 
 def num_threads_with(mask: set[int]) -> tuple[int, int]:
     """Return the thread counts, by default and beside a GPU, of a process limited to these CPUs."""
-    code = "from neo_desktop.native import *; print(default_num_threads(), num_threads_beside_gpu())"
+    code = (
+        f"import os; os.sched_setaffinity(0, {mask}); "
+        "from neo_desktop.native import *; print(default_num_threads(), num_threads_beside_gpu())"
+    )
     child = subprocess.run(
-        [sys.executable, "-c", code],
-        preexec_fn=lambda: os.sched_setaffinity(0, mask),
+        [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         check=True,
@@ -85,7 +87,7 @@ def test_workers_are_bound_to_a_cpu_each_or_free() -> None:
     for bind, num_cpus in ((True, 1), (False, len(os.sched_getaffinity(0)))):
         code = MASKS_OF_THREADS.replace("{bind}", str(bind))
         found = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
         ).stdout
         assert set(found.split()) == {str(num_cpus)}
 

@@ -19,7 +19,7 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.watchdog import Watchdog
 from neo_desktop.native.relay import DONE, READY
 
-TIMEOUT_S = 20.0  # for a flag that must come; only a defect waits this long
+TIMEOUT_S = 60.0  # for a flag that must come; only a defect waits this long
 LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
 FIXED = tuple(lane for lane in LANES if lane not in NEVER_CAPTURED)
 NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)

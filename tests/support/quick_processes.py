@@ -9,6 +9,9 @@ The caller sends program, environment and streams to the server. The server fork
 child and ends. The server then returns the child's number to the caller.
 
 The caller adopts orphaned children (a subreaper, in Linux) until it has the number.
+
+Workers of pytest-xdist start the same way, from a server that has also collected the tests: one process
+imports what all workers need. Each worker gets a server of its own, forked before the worker starts.
 """
 
 import atexit
@@ -22,26 +25,33 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PROGRAM = Path(sys.executable).with_name("neo-desktop")
 _PRELOADED = (
     "gradio", "neo_desktop.app.bench.run", "neo_desktop.app.cli", "neo_desktop.app.commands.doctor_command",
     "neo_desktop.app.commands.serve_command", "neo_desktop.app.engines.child", "torch",
 )  # fmt: skip
+_USED_BY_EXPORTS = "torch._dynamo.symbolic_convert", "torch.export._trace"
 # Libraries read these at import.
 _READ_EARLY = (
     "CUDA", "GRADIO", "HF_", "LD_", "MKL", "NEO_DESKTOP_LEVEL", "OMP", "OPENBLAS", "PYTHON", "TORCH",
     "TRITON",
 )  # fmt: skip
-_OF_THE_PAGE = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY")  # which the page sets anew in every process
+# The page, the engine and torch set these anew in every process.
+_SET_LATER = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
 _PROFILE_S = 0.2  # predictions change the speed, never an answer
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
+_WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # the program that pytest-xdist starts
+_SERVER_OF_WORKER = "NEO_DESKTOP_TEST_SERVER"  # connection and number of its process
 
 
 @dataclass(frozen=True)
@@ -55,23 +65,32 @@ class _Program:
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
     early = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
-    return {name: value for name, value in early.items() if name not in _OF_THE_PAGE}
+    return {name: value for name, value in early.items() if name not in _SET_LATER}
 
 
 class _Server:
-    """The forking process, and the connection to it."""
+    """The forking process, and the connection to it.
 
-    def __init__(self) -> None:
+    Args:
+        collected: arguments of pytest for the tests that the server imports; None: no tests.
+    """
+
+    def __init__(self, collected: Sequence[str] | None = None) -> None:
         self._lock = threading.Lock()
         self.early = _early(dict(os.environ))
+        if ready := os.environ.pop(_SERVER_OF_WORKER, None):
+            link, number = map(int, ready.split())
+            self._link = socket.socket(fileno=link)
+            self._wait: Callable[[], object] = partial(os.waitpid, number, 0)
+            return
         self._link, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with others:
-            self._process = _POPEN(
-                [sys.executable, "-P", __file__, str(others.fileno())],
+            self._wait = _POPEN(
+                [sys.executable, "-P", __file__, str(others.fileno()), json.dumps(collected)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[others.fileno()],
-            )
+            ).wait
 
     def start(self, program: _Program, streams: list[int]) -> int:
         """Start a child of this process; return its number."""
@@ -86,7 +105,7 @@ class _Server:
 
     def close(self) -> None:
         self._link.close()
-        self._process.wait()
+        self._wait()
 
 
 _POPEN = subprocess.Popen
@@ -124,7 +143,9 @@ def _program_of(given: dict[str, Any]) -> _Program | None:
             arguments = [first, *rest]
         case [sys.executable, "-m", "neo_desktop.app.entry", *rest]:
             arguments = ["neo-desktop", *rest]
-        case [sys.executable, "-P", "-c", code, *rest] if "from neo_desktop" in code:
+        case [sys.executable, "-u", "-c", code] if code == _WORKER:
+            arguments = ["-c"]
+        case [sys.executable, "-P", "-c", code, *rest]:
             arguments = ["-c", *rest]
         case [sys.executable, str(file), *rest] if file.endswith(".py"):
             arguments = [file, *rest]
@@ -144,9 +165,15 @@ def profile_briefly() -> None:
 
 
 @contextmanager
-def quick_processes() -> Iterator[None]:
-    """Start programs of this project as described above."""
+def quick_processes(collected: Sequence[str] | None = None) -> Iterator[None]:
+    """Start programs of this project as described above.
+
+    Args:
+        collected: arguments of pytest for the tests that programs import at once; None: no tests.
+    """
     subprocess.Popen = _QuickPopen  # type: ignore[misc]
+    if collected is not None or _SERVER_OF_WORKER in os.environ:
+        _servers.append(_Server(collected))
     try:
         yield
     finally:
@@ -160,7 +187,7 @@ def _next_child(link: socket.socket) -> _Program:
     while True:
         message, streams, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 3)
         if not message:
-            sys.exit()
+            os._exit(0)
         told, tell = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -183,15 +210,42 @@ def _next_child(link: socket.socket) -> _Program:
             os.close(each)
 
 
+def _server_of_worker() -> str:
+    """Fork a server for the programs of this process, a worker; return its connection and number."""
+    link, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.fork()
+    if server == 0:
+        link.close()
+        with open(os.devnull, "r+b") as nothing:  # the worker's own streams end with it
+            for number in (0, 1):
+                os.dup2(nothing.fileno(), number)
+        _run(_next_child(others))
+    others.close()
+    return f"{link.detach()} {server}"
+
+
 def main() -> None:
     """Run the server; in a child, run its program."""
+    own_path = list(sys.path)
     for name in _PRELOADED:
         __import__(name)
+    if (collected := json.loads(sys.argv[2])) is not None:
+        for name in _USED_BY_EXPORTS:
+            __import__(name)
+        pytest.main([*collected, "-n0", "--collect-only", "-q"])
+    sys.path[:] = own_path
     profile_briefly()
     assert threading.active_count() == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()
     program = _next_child(socket.socket(fileno=int(sys.argv[1])))
+    if program.code == _WORKER:
+        program.environment[_SERVER_OF_WORKER] = _server_of_worker()
+    _run(program)
+
+
+def _run(program: _Program) -> None:
+    """Run a program in this process, and end the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(program.folder)
     os.environ.clear()

@@ -1,8 +1,9 @@
 """Small models of transformers that read images, with random weights."""
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +204,16 @@ def bomb() -> bytes:
     return file.getvalue()
 
 
-@torch.inference_mode()
-def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens: int) -> list[int]:
+def greedy(folder: Path, prompt: Sequence[int], files: list[bytes], num_tokens: int) -> list[int]:
     """Return transformers' greedy tokens in float32 for a prompt with the rows of some images."""
+    return list(_greedy(folder, tuple(prompt), tuple(files), num_tokens))
+
+
+@cache
+@torch.inference_mode()
+def _greedy(
+    folder: Path, prompt: tuple[int, ...], files: tuple[bytes, ...], num_tokens: int
+) -> tuple[int, ...]:
     model, processor = _loaded(folder)
     pictures = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     patch = {"patch_size": 14} if model.config.model_type == "mistral3" else {}
@@ -221,8 +229,7 @@ def greedy(folder: Path, prompt: tuple[int, ...], files: list[bytes], num_tokens
         **({name: kinds} if name and pictures else {}),
         **greedy_settings(num_tokens),
     )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 @lru_cache(1)

@@ -45,7 +45,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
-        self._process.wait(20)
+        self._process.wait(60)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -58,7 +58,7 @@ class WorkerProcess:
         self._signal(signal.SIGTERM)
         assert self._process.stdout is not None
         self.said += self._process.stdout.read()
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     def _signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -71,6 +71,6 @@ class WorkerProcess:
     ) -> None:
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait(20)
+            self._process.wait(60)
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -35,7 +35,7 @@ def running_worker(
         yield worker, address
     finally:
         worker.close()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

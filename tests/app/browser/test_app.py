@@ -3,14 +3,11 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from playwright.sync_api import expect
 
@@ -21,52 +18,38 @@ pytestmark = pytest.mark.browser
 ARTIFACTS = Path(__file__).parents[3] / "artifacts"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Program:
     """`neo-desktop chat` as a process, with its own data folder."""
 
     def __init__(self, data: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = ""
         self._environment = {**os.environ, "NEO_DESKTOP_DATA": str(data)}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Start the program, and wait until it answers."""
-        program = [sys.executable, "-m", "neo_desktop.app.entry"]
         self._process = subprocess.Popen(
-            [*program, "chat", "--no-browser", "--port", str(self.port)],
+            [sys.executable, "-m", "neo_desktop.app.entry", "chat", "--no-browser", "--port", "0"],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._environment,
         )
-        deadline_s = time.monotonic() + 120
-        while not self._is_up():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                self._process.kill()
-                said = self._process.stdout.read() if self._process.stdout else ""
-                pytest.fail(f"the app did not come up:\n{said}")
-            time.sleep(0.2)
+        assert self._process.stdout is not None
+        said = ""
+        while not (found := re.search(r"API:\s+(http://\S+)/v1", said)):
+            line = self._process.stdout.readline()
+            assert line, f"the app did not come up:\n{said}"
+            said += line
+        self.url = found[1]
 
     def end(self, by: signal.Signals) -> None:
         """Send a signal, and wait until the process has ended."""
         if self._process is None:
             return
         self._process.send_signal(by)
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=60)
         self._process = None
-
-    def _is_up(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
 
 
 @pytest.fixture
