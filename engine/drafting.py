@@ -129,6 +129,7 @@ class Drafting:
             self.options,
             model=self.options.draft_model,
             draft_model=None,
+            mmproj=None,
             speculate="off",
             device=device.type,
             weights_dtype=weights_dtype,

@@ -128,6 +128,7 @@ class ModelLoader:
                 shape=model.shape,
                 device=device.type,
                 draft_model=draft and Path(self.catalogue.source(str(draft))),
+                mmproj=self.options.mmproj if name == self.catalogue.first else None,
             )
             make, load = EngineRecipe(name, own), EngineProcess.load
             has_process = self.has_process
