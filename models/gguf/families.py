@@ -260,13 +260,13 @@ _OF_WRITTEN: dict[str, Any] = {
 _OF_QWEN3_VL = _OF_WRITTEN | {"idle": _OF_WRITTEN["idle"] | {"rope.dimension_sections", "n_deepstack_layers"}}
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", _llama, rotates_neighbours=True, **_OF_WRITTEN),
-    "mistral3": Family("llama", "LlamaForCausalLM", _mistral3, rotates_neighbours=True, **_OF_WRITTEN),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", _written, **_OF_WRITTEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", _written, **_OF_WRITTEN),
     "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, **_OF_WRITTEN),
     # Text alone rotates all parts of a head by the same position, as Qwen3 does.
     "qwen3vl": Family("qwen3", "Qwen3ForCausalLM", _written, **_OF_QWEN3_VL),
     "qwen3vlmoe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, **_OF_QWEN3_VL),
+    "mistral3": Family("llama", "LlamaForCausalLM", _mistral3, rotates_neighbours=True, **_OF_WRITTEN),
     "gpt-oss": Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, **_OF_WRITTEN),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", _gemma2, has_head_dim=True, shifts_norms=True),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, has_head_dim=True, shifts_norms=True),

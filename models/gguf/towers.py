@@ -294,7 +294,7 @@ class Tower:
     Args:
         architecture: llama.cpp's name for the model's text.
 
-    Raise ModelError if the file is damaged, of an unknown kind, or does not belong to such a text.
+    Raise ModelError if the file is damaged, of an unknown kind, or belongs to another text.
     """
 
     def __init__(self, path: Path, architecture: str, hidden_size: int) -> None:
