@@ -55,9 +55,9 @@ class Call:
     def arguments(self, buffers: Mapping[int, Tensor]) -> list[Tensor]:
         """Return the output and the inputs, as parts of buffers."""
         return [
-            buffers[columns.buffer]
-            .narrow(1, columns.first, torch.Size(shape).numel())
-            .unflatten(1, torch.Size(shape))
+            torch.unflatten(
+                buffers[columns.buffer].narrow(1, columns.first, torch.Size(shape).numel()), 1, shape
+            )
             for columns, shape in (self.into, *self.inputs)
         ]
 
