@@ -60,7 +60,7 @@ class Drafting:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        self.model = model = open_model(options.model)  # the model's checkpoint
+        self.model = model = open_model(options.model, options.mmproj)  # the model's checkpoint
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -181,6 +181,7 @@ def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
         options,
         model=options.draft_model,
         draft_model=None,
+        mmproj=None,
         speculate="off",
         device=device.type,
         weights_dtype=weights_dtype,

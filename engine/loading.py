@@ -34,6 +34,7 @@ from neo_desktop.models.checkpoint import Checkpoint, open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.families import exceeds_float16
+from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedFormat
@@ -118,7 +119,7 @@ def load(
         return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
 
     started_s = time.perf_counter()
-    checkpoint = checkpoint or open_model(options.model)
+    checkpoint = checkpoint or open_model(options.model, options.mmproj)
     whole = checkpoint.config()
     if options.longrope == "long":
         whole = with_long_factors(whole)
@@ -151,14 +152,16 @@ def load(
     vision = (
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
-    identity = identity_of(checkpoint.path, weights)
+    identity = identity_of(checkpoint, weights)
     return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity)
 
 
-def identity_of(path: Path, weights: Weights) -> str:
+def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
     """Return a text that differs if a model's files differ: their names, sizes and times."""
     files = {stored.file for stored in weights.tensors.values()}
-    files |= set(path.glob("*.json")) if path.is_dir() else {path}
+    files |= set(checkpoint.path.glob("*.json")) if checkpoint.path.is_dir() else {checkpoint.path}
+    if isinstance(checkpoint, GGUFCheckpoint) and checkpoint.tower is not None:
+        files.add(checkpoint.tower.path)
     stats = ((file.name, file.stat()) for file in sorted(files))
     return repr([(name, status.st_size, status.st_mtime_ns) for name, status in stats])
 
@@ -215,12 +218,16 @@ def model_path(model: str | Path) -> Path:
     return Path(os.path.expanduser(model))
 
 
-def open_model(model: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the built-in model; raise ModelError if it is missing or unusable."""
+def open_model(model: str | Path, mmproj: Path | None = None) -> Checkpoint:
+    """Open a checkpoint, or the built-in model; raise ModelError if it is missing or unusable.
+
+    Args:
+        mmproj: see `open_checkpoint`.
+    """
     path = model_path(model)
     if model == "" or not path.exists():
         raise ModelError(why_missing(str(model), (BUILTIN,)))
-    return open_checkpoint(path)
+    return open_checkpoint(path, mmproj)
 
 
 def choose_device(name: str) -> torch.device:

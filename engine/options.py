@@ -87,6 +87,12 @@ class EngineOptions:
         "Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
         panel="Model",
     )
+    mmproj: Path | None = option(
+        None,
+        "GGUF file of a GGUF model's vision tower, for images; default: an mmproj*.gguf beside the model.",
+        metavar="FILE",
+        panel="Model",
+    )
     policy: str = option(
         "auto",
         "Location of the KV cache: GPU memory (gpu-only), host memory (fastdecode), both "

@@ -1,7 +1,7 @@
 """The input of Anthropic's clients: messages made of blocks, and tools."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -67,8 +67,8 @@ class SearchResult(Model):
         )
 
 
-_ResultPart = Annotated[TextPart | ToolReference | SearchResult, Tagged(refused=NOT_TEXT)]
-_ResultContent = Annotated[str, content(_ResultPart)]
+_ResultPart = Annotated[TextPart | ToolReference | SearchResult | ImageBlock, Tagged(refused=NOT_TEXT)]
+_ResultContent = Annotated[str | list[Any], content(_ResultPart)]
 
 
 class ToolResultBlock(Model):
@@ -76,6 +76,15 @@ class ToolResultBlock(Model):
     tool_use_id: str
     content: _ResultContent = ""
     is_error: bool | None = None
+
+    @property
+    def shown(self) -> str | list[Json]:
+        """The result as the model reads it."""
+        if not self.is_error:
+            return self.content
+        if isinstance(self.content, str):
+            return f"Error: {self.content}"
+        return joined([text_part("Error:"), *self.content])
 
 
 Block = Annotated[
@@ -124,8 +133,8 @@ class AnthropicMessage(Model):
         for block in self.content:
             match block:
                 case ToolResultBlock():
-                    text = f"Error: {block.content}" if block.is_error else block.content
-                    results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                    result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.shown}
+                    results.append(result)
                 case ToolUseBlock():
                     calls.append(function_call(block.id, block.name, block.input))
                 case ThinkingBlock():

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from neo_desktop.app.api.fields import (
     NOT_TEXT,
-    Content,
     Function,
     Json,
     Model,
@@ -73,7 +72,7 @@ class CustomCallItem(CallItem):
 class OutputItem(Model):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: ContentWithImages
     id: str | None = None
     name: Any = None
     namespace: Any = None

@@ -14,6 +14,7 @@ from neo_desktop.models.marks import SIGNS
 
 MAX_IMAGES = 20  # of a conversation
 MAX_IMAGE_BYTES = 20 << 20
+SEEN = "user", "tool"  # roles of messages that may have images
 IMAGE = "image"  # the type of a part of a message's content, as in chat templates
 
 
@@ -86,7 +87,7 @@ def check_images(
         reason = service.blindness
     elif len(images) > MAX_IMAGES:
         reason = f"{field} has {len(images)} images, but {MAX_IMAGES} is the limit"
-    elif any(isinstance(message.get("content"), list) and message["role"] != "user" for message in messages):
-        reason = f"{field} has an image in another message: only a user's message may have images"
+    elif any(isinstance(each.get("content"), list) and each["role"] not in SEEN for each in messages):
+        reason = f"{field} has an image elsewhere: only a user's message and a tool's result may have images"
     if reason is not None:
         raise ApiError(400, reason, param=field)

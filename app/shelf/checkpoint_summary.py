@@ -14,6 +14,7 @@ from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.gguf.container import GGUFFile
+from neo_desktop.models.gguf.towers import is_tower
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.missing import WEIGHTS_ENDS, is_model_folder, why_no_model
 from neo_desktop.models.registry import check_model
@@ -114,7 +115,8 @@ def _of_folder(empty: LocalModel, path: Path, files: _State) -> LocalModel:
 
 def _of_gguf(empty: LocalModel, file: Path) -> LocalModel:
     try:
-        found = _facts(GGUFCheckpoint, file, _files(file))
+        towers = (each for each in _files(file.parent) if is_tower(each[0]))
+        found = _facts(GGUFCheckpoint, file, (*_files(file), *towers))
     except UnsupportedModelError as error:
         architecture, context_tokens = _described(file)
         return replace(

@@ -137,7 +137,12 @@ class ModelLoader:
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
         draft = None if self._draft is None else self._draft.path
         return replace(
-            self.options, model=model.source, shape=model.shape, device=device.type, draft_model=draft
+            self.options,
+            model=model.source,
+            shape=model.shape,
+            device=device.type,
+            draft_model=draft,
+            mmproj=self.options.mmproj if model.name == self.catalogue.first else None,
         )
 
     @cached_property

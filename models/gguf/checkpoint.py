@@ -8,6 +8,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.config import read_config, tensor_names
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tokenizer import check_kind, make_tokenizer
+from neo_desktop.models.gguf.towers import Tower, find_tower, is_tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.tokenizer import Tokenizer
@@ -18,8 +19,8 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """Return the models in a folder: first parts only of split models, and no vision encoders (mmproj)."""
-    files = sorted(path for path in folder.glob("*.gguf") if "mmproj" not in path.name.lower())
+    """Return the models in a folder: first parts only of split models, and no vision towers."""
+    files = sorted(path for path in folder.glob("*.gguf") if not is_tower(path.name))
     return [path for path in files if is_first_part(path.name)]
 
 
@@ -53,10 +54,12 @@ class GGUFCheckpoint:
 
     Args:
         path: of the file; any part of a split model.
+        mmproj: the file of its vision tower; None: one beside the model, if there is one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mmproj: Path | None = None) -> None:
         self.path = path
+        self._mmproj = mmproj
         self.file = GGUFFile(split_files(path)[0])
 
     @property
@@ -64,7 +67,7 @@ class GGUFCheckpoint:
         return model_name(self.path)
 
     def config(self) -> ModelConfig:
-        return read_config(self.files, self.vocabulary)
+        return read_config(self.files, self.vocabulary, self.tower)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -83,6 +86,23 @@ class GGUFCheckpoint:
     def weights(self) -> Weights:
         names = tensor_names(self.files, self.config())
         return Weights(self.path, "metadata", names.tensors(self.files))
+
+    @property
+    def tower(self) -> Tower | None:
+        """The vision tower, if the model has one."""
+        return self._tower if isinstance(self._tower, Tower) else None
+
+    @property
+    def why_no_tower(self) -> str:
+        """The reason, as a sentence without its end; empty: there is one."""
+        return "" if isinstance(self._tower, Tower) else self._tower
+
+    @cached_property
+    def _tower(self) -> Tower | str:
+        architecture = str(self.file.metadata.get("general.architecture"))
+        hidden_size = self.file.metadata.get(f"{architecture}.embedding_length")
+        width = hidden_size if isinstance(hidden_size, int) else 0
+        return find_tower(self.file.path, architecture, width, self._mmproj)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -17,6 +17,7 @@ from neo_desktop.models.gguf.entries import RMS_EPS, Entries
 from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.names import TensorNames
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
+from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.rope import FactorScaling
@@ -41,8 +42,11 @@ _SAMPLING = {
 }
 
 
-def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
+def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower | None = None) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
+
+    Args:
+        tower: the model reads images with it, by the code of transformers.
 
     Raise ModelError if an entry is missing or out of range. Raise UnsupportedModelError if an architecture,
     entry or tensor is unknown, or transformers is missing or cannot cut the model into stages.
@@ -61,6 +65,7 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfi
     own = Entries(files, name, family.varying, skips_zeros=family.is_hybrid)
     values = _values(own, family)
     own.refuse_unread(family.idle)
+    text = values
     if len(vocabulary.tokens) > values["vocab_size"]:
         raise ModelError(
             f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {values['vocab_size']}."
@@ -71,12 +76,16 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfi
         "bos_token_id": vocabulary.token_id("bos"),
         "generation": GenerationDefaults.from_json(metadata, _SAMPLING),
     }
-    if written_family(JsonFile(path, values)) is not None:
+    if tower is not None:
+        if ROPE_FACTORS in family.unused(text) and ROPE_FACTORS in own.shapes and name != "gemma4":
+            raise own.unsupported(f"{ROPE_FACTORS} beside a vision tower")
+        values = tower.values(_with_sections(own, values), vocabulary)
+    elif written_family(JsonFile(path, values)) is not None:
         return replace(_written(own, values), **known)
     try:
         config = traced_config(
-            Source(path, json.dumps(values), transposed=family.transposed(values)),
-            values["max_position_embeddings"],
+            Source(path, json.dumps(values), transposed=family.transposed(text)),
+            text["max_position_embeddings"],
             architecture=values["architectures"][0],
             **known,
         )
@@ -86,6 +95,15 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary) -> ModelConfi
     places = [place for file in files for place in file.tensors.values()]
     quantised = [place for place in places if place.type.dtype is None]
     return _without_mixed_types(config, {name for place in quantised for name, _, _ in names.of(place)})
+
+
+def _with_sections(own: Entries, values: Values) -> Values:
+    """Add the parts of a head that time, height and width rotate; only images need them."""
+    sections = own.arrays.get("rope.dimension_sections")
+    if sections is None:
+        return values
+    rotation = {"mrope_section": sections[:3], "mrope_interleaved": True}
+    return values | {"rope_parameters": values["rope_parameters"] | rotation}
 
 
 def tensor_names(files: Sequence[GGUFFile], config: ModelConfig) -> TensorNames:

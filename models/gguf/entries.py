@@ -89,11 +89,11 @@ class Entries(JsonFile):
         super().__init__(path, {key.removeprefix(prefix): files[0].metadata[key] for key in own})
         self._files, self._read = files, set[str]()
         self.shapes = {place.name: place.shape for file in files for place in file.tensors.values()}
-        self._arrays = {
+        self.arrays = {
             key: value.data.tolist() for key, value in self.values.items() if isinstance(value, NumberArray)
         }
-        for key in self._arrays.keys() & _PER_LAYER:
-            numbers, blocks = self._arrays[key], self.integer("block_count")
+        for key in self.arrays.keys() & _PER_LAYER:
+            numbers, blocks = self.arrays[key], self.integer("block_count")
             if len(numbers) != blocks:
                 raise ModelError(
                     f"{path} has {len(numbers)} numbers of {key} for {blocks} layers: download it again."
@@ -150,7 +150,7 @@ class Entries(JsonFile):
 
     def per_layer(self, key: str) -> list[int]:
         """Return an entry's number for each layer; zeros included."""
-        numbers = self._arrays.get(key) or [self.integer(key)] * self.num_layers
+        numbers = self.arrays.get(key) or [self.integer(key)] * self.num_layers
         self._read.add(key)
         if len(numbers) < self.num_layers:
             raise ModelError(f"{self.path} has no {key} for each layer: download it again.")
@@ -160,7 +160,7 @@ class Entries(JsonFile):
         """Return each layer's type: the last one in a period has full attention, unless the file says
         otherwise.
         """
-        if _PATTERN in self._arrays:
+        if _PATTERN in self.arrays:
             has_window = [bool(flag) for flag in self.per_layer(_PATTERN)]
         else:
             period = self.integer(_PATTERN, period)

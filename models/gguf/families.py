@@ -51,6 +51,22 @@ def _llama(own: Entries) -> Values:
     }
 
 
+def _mistral3(own: Entries) -> Values:
+    """Ministral 3 and Devstral 2 lower scores of distant positions; others of this name are like Llama."""
+    beta = own.number("attention.temperature_scale", 0.0, allow_zero=True)
+    if not beta:
+        return _written(own)
+    rope = own.rope("yarn")
+    if rope["rope_type"] != "yarn":
+        raise own.unsupported("attention.temperature_scale without rope.scaling")
+    shared = own.number("rope.scaling.yarn_log_multiplier", 0.0, allow_zero=True)
+    return {
+        "model_type": "ministral3",
+        "architectures": ["Ministral3ForCausalLM"],
+        "rope_parameters": rope | {"mscale": 1.0, "mscale_all_dim": shared, "llama_4_scaling_beta": beta},
+    }
+
+
 def _qwen3_moe(own: Entries) -> Values:
     dense = [layer for layer in range(own.num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in own.shapes]
     return _written(own) | {
@@ -241,11 +257,16 @@ _OF_WRITTEN: dict[str, Any] = {
     "idle": frozenset(("attention.sliding_window",)),
     "unused": lambda _: frozenset((ROPE_FACTORS,)),
 }
+_OF_QWEN3_VL = _OF_WRITTEN | {"idle": _OF_WRITTEN["idle"] | {"rope.dimension_sections", "n_deepstack_layers"}}
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", _llama, rotates_neighbours=True, **_OF_WRITTEN),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", _written, **_OF_WRITTEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", _written, **_OF_WRITTEN),
     "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, **_OF_WRITTEN),
+    # Text alone rotates all parts of a head by the same position, as Qwen3 does.
+    "qwen3vl": Family("qwen3", "Qwen3ForCausalLM", _written, **_OF_QWEN3_VL),
+    "qwen3vlmoe": Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, **_OF_QWEN3_VL),
+    "mistral3": Family("llama", "LlamaForCausalLM", _mistral3, rotates_neighbours=True, **_OF_WRITTEN),
     "gpt-oss": Family("gpt_oss", "GptOssForCausalLM", _gpt_oss, **_OF_WRITTEN),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", _gemma2, has_head_dim=True, shifts_norms=True),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, has_head_dim=True, shifts_norms=True),

@@ -46,6 +46,7 @@ class TensorNames:
         values: Values = {"num_hidden_layers": config.num_layers}
         if isinstance(config, TracedConfig):
             values = json.loads(config.source.config_json or "{}")
+            values = values.get("text_config", values)
             self._shapes, self._stacks = _traced(config.of_model)
         else:
             self._shapes, self._stacks = _written(config)
@@ -61,7 +62,7 @@ class TensorNames:
                 self._prefix = layer[1]
             if layer is not None and layer[3] in ends:
                 continue
-            known = parameter
+            known = parameter.replace("model.language_model.", "model.")  # beside a vision tower
             for ours, theirs in family.renamed.items():
                 known = known.replace(ours, theirs)
             name = names.get_name(known, try_suffixes=(".weight", ".bias"))

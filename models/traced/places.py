@@ -98,11 +98,9 @@ def grouped(row: Tensor, length: int) -> Columns | None:
 
 
 def row_shape(at: Tensor, dim: int) -> tuple[int, ...]:
-    """Return the shape of a row, without leading dimensions of 1; rows are dimension `dim`."""
-    sizes = [size for place, size in enumerate(at.shape) if place != dim]
-    while len(sizes) > 1 and sizes[0] == 1:
-        sizes.pop(0)
-    return tuple(sizes)
+    """Return the shape of a row, without a batch dimension before the rows, which are dimension `dim`."""
+    sizes = tuple(size for place, size in enumerate(at.shape) if place != dim)
+    return sizes[1:] if dim > 0 and len(sizes) > 1 and sizes[0] == 1 else sizes
 
 
 def with_addresses(value: Any) -> Any:

@@ -5,8 +5,9 @@ one; both see the buffers that the other parts use.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,23 @@ class Call:
         """Columns that it reads or writes."""
         return [*(columns for columns, _ in self.inputs), self.into[0]]
 
+    def arguments(self, buffers: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return the output and the inputs, as parts of buffers."""
+        return [
+            torch.unflatten(
+                buffers[columns.buffer].narrow(1, columns.first, torch.Size(shape).numel()), 1, shape
+            )
+            for columns, shape in (self.into, *self.inputs)
+        ]
+
+
+class _Buffers(NamedTuple):
+    """Buffers that parts share, for a number of rows."""
+
+    tensors: dict[int, Tensor]  # the memory of the views
+    views: list[native.View]
+    calls: list[list[Tensor]]  # arguments by call, see `Call.arguments`
+
 
 class RowStage:
     """A stage of row programs and calls.
@@ -76,34 +94,32 @@ class RowStage:
             for index, each in enumerate(buffers)
         ]
         self._parts = [part if isinstance(part, Call) else RowProgram(seen, part) for part in parts if part]
-        self._kept: dict[int, tuple[dict[int, Tensor], list[native.View]]] = {}  # rows -> shared buffers
+        self._kept: dict[int, _Buffers] = {}  # by rows
 
     def run(self, state: State, batch: RecurrentBatch | None) -> None:
         """Compute the stage; `batch`: the states of recurrent layers."""
         given = state.seen_by_native()
-        tensors, views = self._buffers(state.rows)
+        shared = self._buffers(state.rows)
+        seen = [*given, *shared.views] if shared.views else given
+        calls = iter(shared.calls)
         for part in self._parts:
             if isinstance(part, RowProgram):
-                part.run([*given, *views] if views else given)
-                continue
-            out, *inputs = (
-                torch.unflatten(
-                    tensors[columns.buffer].narrow(1, columns.first, torch.Size(shape).numel()),
-                    1,
-                    shape,
-                )
-                for columns, shape in (part.into, *part.inputs)
-            )
-            part.function(batch, out, *inputs)
+                part.run(seen)
+            else:
+                part.function(batch, *next(calls))
 
-    def _buffers(self, rows: int) -> tuple[dict[int, Tensor], list[native.View]]:
-        """Return the shared buffers and their views; stages of a device run one after the other."""
+    def _buffers(self, rows: int) -> "_Buffers":
+        """Return the shared buffers; stages of a device run one after the other."""
         if rows in self._kept:
             return self._kept[rows]
         tensors = {
             index: torch.zeros(rows, each.width, dtype=each.dtype) for index, each in self._shared.items()
         }
-        made = tensors, [native.view_of("rows", tensor) for tensor in tensors.values()]
+        made = _Buffers(
+            tensors,
+            [native.view_of("rows", tensor) for tensor in tensors.values()],
+            [part.arguments(tensors) for part in self._parts if isinstance(part, Call)],
+        )
         if rows <= MOST_KEPT_ROWS:
             self._kept[rows] = made
         return made

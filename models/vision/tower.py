@@ -1,7 +1,8 @@
 """Vision towers of `transformers`, which compute the rows of images on the CPU."""
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +21,8 @@ from neo_desktop.models.vision.families import FAMILIES, VisionFamily, Words, ro
 from neo_desktop.models.vision.pictures import decode
 from neo_desktop.models.vision.prompt import SeenImage
 
+logger = logging.getLogger(__name__)
+
 TEXT_ONLY = "this model reads text only"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files that describe image processors
 
@@ -32,6 +35,9 @@ class Vision:
 
     def __init__(self, checkpoint: Checkpoint, config: TracedConfig, tokenizer: Tokenizer) -> None:
         self._checkpoint, self._config = checkpoint, config
+        self._tower = checkpoint.tower if isinstance(checkpoint, GGUFCheckpoint) else None
+        if self._tower is not None:
+            logger.info("%s: images by %s", checkpoint.name, self._tower.path.name)
         with quiet():
             self._described: Any = config.source.config()
         self._family = _FAMILIES[self._described.model_type]
@@ -73,49 +79,68 @@ class Vision:
         )
 
     def _load(self) -> tuple[Any, Any, bytes]:
-        from transformers import AutoImageProcessor, AutoModelForImageTextToText  # noqa: PLC0415 - large
+        from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - large
         from transformers.initialization import no_init_weights  # noqa: PLC0415 - as above
 
-        described, path = self._described, self._checkpoint.path
+        described = self._described
         with quiet():
-            kinds: Any = AutoImageProcessor
-            processor = kinds.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, backend="pil"
-            )
+            processor = self._processor()
             make: Any = AutoModelForImageTextToText
             with torch.device("meta"):
                 model = make.from_config(described).base_model.eval()
             with no_init_weights():
                 for name, build in self._family.parts.items():
                     setattr(model, name, build(described, type(getattr(model, name))).float().eval())
-        self._read_weights(model)
+        read = self._reader()
+        for part in self._family.parts:
+            for name, value in getattr(model, part).state_dict().items():
+                value.copy_(read(f"{part}.{name}", tuple(value.shape)))
+        if self._tower is not None:
+            self._tower.check_all_read()
         settings = blake2b(repr(processor.to_dict()).encode(), digest_size=32).digest()
         return processor, model, settings
 
-    def _read_weights(self, model: Any) -> None:
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor  # noqa: PLC0415 - large
+
+        if self._tower is not None:
+            return self._tower.processor()
+        make: Any = AutoImageProcessor
+        path = self._checkpoint.path
+        return make.from_pretrained(path, local_files_only=True, trust_remote_code=False, backend="pil")
+
+    def _reader(self) -> Callable[[str, tuple[int, ...]], Tensor]:
+        """Return a function from a parameter's name and shape to its numbers.
+
+        It raises ModelError if the checkpoint lacks the parameter, or has another shape.
+        """
+        if self._tower is not None:
+            return self._tower.read
         weights = self._checkpoint.weights()
         weights.rename(self._config, ())
-        for part in self._family.parts:
-            for name, value in getattr(model, part).state_dict().items():
-                stored = weights.tensors.get(f"model.{part}.{name}")
-                if stored is None or stored.is_quantised:
-                    state = "lacks" if stored is None else "has quantised"
-                    raise ModelError(
-                        f"{self._checkpoint.name} {state} weights of its vision tower ({part}.{name}), so it "
-                        "cannot read images: download the complete original folder."
-                    )
-                if stored.shape != tuple(value.shape):
-                    raise ModelError(
-                        f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json "
-                        f"describes {list(value.shape)}: use the config.json that belongs to these weights."
-                    )
-                value.copy_(stored.read())
+
+        def read(name: str, shape: tuple[int, ...]) -> Tensor:
+            stored = weights.tensors.get(f"model.{name}")
+            if stored is None or stored.is_quantised:
+                state = "lacks" if stored is None else "has quantised"
+                raise ModelError(
+                    f"{self._checkpoint.name} {state} weights of its vision tower ({name}), so it "
+                    "cannot read images: download the complete original folder."
+                )
+            if stored.shape != shape:
+                raise ModelError(
+                    f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json "
+                    f"describes {list(shape)}: use the config.json that belongs to these weights."
+                )
+            return stored.read()
+
+        return read
 
 
 def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     """Return the sentence that refuses images for a model; None: it can read them."""
     if isinstance(checkpoint, GGUFCheckpoint):
-        return f"{TEXT_ONLY}: a GGUF file has no vision tower, so images need the model's original folder"
+        return f"{TEXT_ONLY}: {checkpoint.why_no_tower}" if checkpoint.tower is None else None
     file = JsonFile.read(checkpoint.path / "config.json") if checkpoint.path.is_dir() else None
     if file is None or file.section("vision_config") is None:
         return TEXT_ONLY

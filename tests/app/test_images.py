@@ -114,6 +114,43 @@ def test_anthropic_clients_and_responses_read_the_same_prompt(server: RunningSer
     assert response.output_text == same.choices[0].message.content
 
 
+def test_results_of_tools_show_images(server: RunningServer, folder: Path) -> None:
+    """The same prompt by all protocols, and the tokens of transformers."""
+    function = {"name": "look", "arguments": "{}"}
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": [text("Here:"), openai_image(FILES[0])]}
+    messages: Any = [{"role": "user", "content": "Look!"}, call, result]
+    client: Any = server.client()
+    answer = client.chat.completions.create(
+        model="m", messages=messages, extra_body={"return_token_ids": True}, **GREEDY
+    )
+    prompt = answer.prompt_token_ids
+    assert answer.choices[0].token_ids == greedy(folder, tuple(prompt), FILES[:1], 6)
+
+    blocks = [text("Here:"), anthropic_image(FILES[0])]
+    turns: Any = [
+        messages[0],
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": blocks}]},
+    ]
+    other = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    same: Any = other.messages.create(
+        model="m", messages=turns, max_tokens=6, extra_body={"temperature": 0.0}
+    )
+    assert same.usage.input_tokens + same.usage.cache_read_input_tokens == len(prompt)
+    assert same.content[0].text == answer.choices[0].message.content
+
+    image = {"type": "input_image", "image_url": data_url(FILES[0])}
+    parts = [{"type": "input_text", "text": "Here:"}, image]
+    items: Any = [
+        messages[0],
+        {"type": "function_call", "call_id": "1"} | function,
+        {"type": "function_call_output", "call_id": "1", "output": parts},
+    ]
+    response = client.responses.create(model="m", input=items, temperature=0.0, max_output_tokens=6)
+    assert response.output_text == answer.choices[0].message.content
+
+
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
@@ -136,7 +173,7 @@ def test_bad_images_are_refused(server: RunningServer, part: dict[str, Any], rea
 def test_images_elsewhere_and_too_many_are_refused(server: RunningServer) -> None:
     client: Any = server.client()
     for role in ("system", "assistant"):
-        with pytest.raises(openai.BadRequestError, match="only a user's message may have images"):
+        with pytest.raises(openai.BadRequestError, match="only a user's message and a tool's result"):
             client.chat.completions.create(
                 model="m", messages=[{"role": role, "content": [openai_image(FILES[0])]}]
             )
@@ -156,6 +193,10 @@ def test_a_model_without_eyes_says_so(executor: FakeExecutor, tmp_path: Path) ->
     with running(make_engine(executor), data_folder=tmp_path) as blind:
         with pytest.raises(openai.BadRequestError, match="this model reads text only"):
             ask(blind.client(), openai_image(FILES[0]), model=MODEL)
+        client: Any = blind.client()
+        result = {"role": "tool", "tool_call_id": "1", "content": [openai_image(FILES[0])]}
+        with pytest.raises(openai.BadRequestError, match="this model reads text only"):
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "?"}, result])
         with pytest.raises(RefusedError, match=r"cat\.png is an image, but this model reads text only"):
             ChatClient(blind.url).call("attach", "cat.png", FILES[0].decode("latin-1"))
 

@@ -50,7 +50,7 @@ def write_gguf(
     """
     config = model.config
     writer = gguf.GGUFWriter(None, architecture)
-    entries = _entries(config, architecture) | vocabulary(config.vocab_size) | (metadata or {})
+    entries = entries_of(config, architecture) | vocabulary(config.vocab_size) | (metadata or {})
     for key, value in entries.items():
         if value is not None:
             add(writer, key, value)
@@ -163,7 +163,8 @@ def vocabulary(size: int) -> dict[str, Any]:
     }
 
 
-def _entries(config: Any, architecture: str) -> dict[str, Any]:
+def entries_of(config: Any, architecture: str) -> dict[str, Any]:
+    """Return the converter's entries of the architecture, by full name."""
     rope = config.rope_parameters
     entries = {
         "block_count": config.num_hidden_layers,

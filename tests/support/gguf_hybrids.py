@@ -1,6 +1,6 @@
 """GGUF files of hybrids and mixtures of experts, in the format of llama.cpp's converter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -319,17 +319,51 @@ def write_hybrid(
     save(folder, model_type, settings | {"vocab_size": VOCAB_SIZE} | own)
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32).eval()
-    config = deepcopy(model.config)
+    path = folder / "model.gguf"
+    write_parameters(
+        path,
+        architecture,
+        model.config,
+        model.state_dict(),
+        vocabulary(VOCAB_SIZE),
+        type_name,
+        type_names=type_names,
+        metadata=metadata,
+        tensors=tensors,
+        is_old=is_old,
+    )
+    model.save_pretrained(folder)
+    return path, model
+
+
+def write_parameters(
+    path: Path,
+    architecture: str,
+    text: Any,
+    parameters: Mapping[str, Tensor],
+    tokens: Changes,
+    type_name: str = "F32",
+    *,
+    type_names: dict[str, str] | None = None,
+    metadata: Changes | None = None,
+    tensors: dict[str, Tensor] | None = None,
+    is_old: bool = False,
+) -> None:
+    """Write the parameters of a model's text; see `write_hybrid`.
+
+    Args:
+        text: configuration.
+        tokens: entries of the vocabulary.
+    """
+    config = deepcopy(text)
     config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(None, architecture)
     entries = _entries(config, architecture) | (metadata or {})
-    for key, value in ({f"{architecture}.{key}": value for key, value in entries.items()}).items():
+    for key, value in ({f"{architecture}.{key}": value for key, value in entries.items()} | tokens).items():
         if value is not None:
             add(writer, key, value)
-    for key, value in vocabulary(VOCAB_SIZE).items():
-        add(writer, key, value)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name, parameter in model.state_dict().items():
+    for name, parameter in parameters.items():
         if name in tied:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
@@ -350,10 +384,7 @@ def write_hybrid(
         more["rope_freqs.weight"] = torch.tensor(gguf_mixtures.factors(config))
     for name, value in more.items():
         add_tensor(writer, name, value, "F32")
-    path = folder / "model.gguf"
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model.save_pretrained(folder)
-    return path, model

@@ -1,6 +1,6 @@
 """GGUF files of models without a decoder here, in the format of llama.cpp's converter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,32 +169,61 @@ def write_traced(
         metadata: changed entries, by full name; None removes an entry.
         tensors: additional tensors.
     """
-    architecture, entries, settings = WRITTEN[family]
+    architecture, _, settings = WRITTEN[family]
     model_type, own = FAMILIES[family.split(maxsplit=1)[0]]
     save(folder, model_type, own | {"vocab_size": VOCAB_SIZE} | settings | (sizes or {}))
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32).eval()
-    config = model.config
+    path = folder / "model.gguf"
+    write_text(
+        path,
+        architecture,
+        model.config,
+        dict(model.named_parameters()),  # tied parameters appear once
+        entries_of(family, model.config) | vocabulary(VOCAB_SIZE) | (metadata or {}),
+        type_name,
+        tensors,
+    )
+    model.save_pretrained(folder)
+    return path, model
+
+
+def entries_of(family: str, config: Any) -> Changes:
+    """Return the converter's entries of the architecture, by full name."""
+    architecture, entries, _ = WRITTEN[family]
+    return {f"{architecture}.{key}": value for key, value in (_sizes(config) | entries(config)).items()}
+
+
+def write_text(
+    path: Path,
+    architecture: str,
+    config: Any,
+    parameters: Mapping[str, Tensor],
+    entries: Changes,
+    type_name: str = "F32",
+    tensors: dict[str, Tensor] | None = None,
+) -> None:
+    """Write the parameters of a model's text; see `write_traced`.
+
+    Args:
+        entries: by full name; None leaves an entry out.
+    """
     writer = gguf.GGUFWriter(None, architecture)
-    found = {f"{architecture}.{key}": value for key, value in (_sizes(config) | entries(config)).items()}
-    for key, value in (found | vocabulary(VOCAB_SIZE) | (metadata or {})).items():
+    for key, value in entries.items():
         if value is not None:
             add(writer, key, value)
     arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():  # tied parameters appear once
+    for name, parameter in parameters.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         _write(writer, stored, parameter.detach(), type_name, architecture, config)
     for name, value in (tensors or {}).items():
         add_tensor(writer, name, value, "F32")
-    path = folder / "model.gguf"
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model.save_pretrained(folder)
-    return path, model
 
 
 def _write(writer: Any, name: str, value: Tensor, type_name: str, architecture: str, config: Any) -> None:

@@ -79,7 +79,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 96,
         },
     ),
-    "falcon-h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16}),
+    "falcon-h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_n_groups": 1}),
     "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
 }
 """Name -> type and changes of its configuration. Layers of both kinds alternate in various orders."""

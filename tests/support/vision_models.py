@@ -171,9 +171,9 @@ CASES["gemma4-e"] = replace(  # with embeddings per layer, and without sight of 
 )
 
 
-def save(folder: Path, family: str, seed: int = 0) -> Path:
-    """Write a checkpoint of a small model that reads images, with random weights."""
-    case = CASES[family]
+def save(folder: Path, family: str, seed: int = 0, case: VisionCase | None = None) -> Path:
+    """Write a checkpoint of a small model that reads images, with random weights; `case`: changed sizes."""
+    case = case or CASES[family]
     torch.manual_seed(seed)
     make: Any = AutoModelForImageTextToText
     model = make.from_config(CONFIG_MAPPING[case.model_type](**case.changes))
