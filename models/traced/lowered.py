@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.recurrent import RecurrentBatch
-from neo_desktop.models.state import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
+from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     NotRowsError,
     Value,
     columns_of,
-    grouped,
     of_row,
     row_dim,
     with_addresses,
@@ -251,42 +250,17 @@ class _Lowering(RowBuffers):
 
     def _hand_on(self, *results: Value) -> None:
         if len(results) == 1:
-            self._leave([of_row(results[0].at)], X)
+            self.move(of_row(results[0].at), Columns(X))
             return
-        heads = [of_row(each.at) for each in results[:3]]
+        self.move(torch.cat([of_row(each.at) for each in results[:3]]), Columns(QKV))
         carried = torch.cat([of_row(each.at) for each in results[3:]])
-        is_there = torch.equal(carried, torch.arange(len(carried)))
-        reads_carried = not is_there and RESIDUAL in columns_of(torch.cat(heads))
-        if reads_carried:
-            self.move(torch.cat(heads), Columns(QKV))
-        if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
+        if torch.equal(carried, torch.arange(len(carried))):  # it is there
+            return
+        if RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self.room(len(carried), self._dtype)
             self.move(carried, room)
             carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype).at)
-        if not is_there:
-            self.move(carried, Columns(RESIDUAL))
-        if not reads_carried:
-            self._leave(heads, QKV)
-
-    def _leave(self, rows: list[Tensor], given: int) -> None:
-        """Put numbers into a given buffer, by redirecting the steps that compute them if possible."""
-        row = torch.cat(rows)
-        found = grouped(row, len(row))
-        if found is None or found.buffer in GIVEN or self.buffers[found.buffer].width != len(row):
-            self.move(row, Columns(given))
-            return
-
-        if any(found.buffer == columns.buffer for _, call in self.calls for columns in call.places):
-            self.move(row, Columns(given))
-            return
-
-        def there(columns: Columns) -> Columns:
-            return columns._replace(buffer=given) if columns.buffer == found.buffer else columns
-
-        self.steps = [
-            replace(step, sources=tuple(there(each) for each in step.sources), into=there(step.into))
-            for step in self.steps
-        ]
+        self.move(carried, Columns(RESIDUAL))
 
 
 def _applied(
