@@ -156,7 +156,7 @@ class Fusion:
         halves = _part(low), _part(minus.args[0])
         cosine, stored_cos = cos.meta["angle"]
         sine, stored_sin = sin.meta["angle"]
-        rows_at = row_dim(x)  # x is [1, heads, rows, head_dim], or [1, rows, heads, head_dim]
+        rows_at: Any = row_dim(x)  # x is [1, heads, rows, head_dim], or [1, rows, heads, head_dim]
         are_alike = rows_at in (1, 2) and len(_shape(cos)) - (row_dim(cosine) or 0) == 4 - rows_at
         is_whole = _shape(x) == _shape(root) and {_shape(each)[-1] for each in (x, cos, sin)} == {2 * half}
         is_rotation = halves == ((x, 0, half), (x, half, half)) and are_alike and is_whole
@@ -170,7 +170,8 @@ class Fusion:
         if isinstance(norm, RMSNorm) and norm.is_rounded_before:
             weight = norm.weight.to(self._dtype).expand(_shape(x)[3 - rows_at], -1).contiguous()
             x, eps = inner.args[0], norm.eps
-        return self._call(Rope(weight, eps, (row_dim(x), rows_at)), x, stored_cos, stored_sin)
+        before: Any = row_dim(x)
+        return self._call(Rope(weight, eps, (before, rows_at)), x, stored_cos, stored_sin)
 
     def _call(self, module: nn.Module, *inputs: fx.Node) -> fx.Node:
         name = f"fused_{self._count}"
