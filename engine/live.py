@@ -117,21 +117,21 @@ class LeastTime:
         return self.least_ms / self.real_ms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
     """A snapshot of the engine's activity."""
 
     stats: EngineStats
     requests: tuple[LiveRequest, ...]  # running requests, by arrival
-    num_gpu_alone: int | None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
-    is_gpu_imitated: bool  # the CPU stands in for the GPU, with a GPU-cache in host memory
+    num_gpu_alone: int | None = None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
+    is_gpu_imitated: bool = False  # the CPU stands in for the GPU, with a GPU-cache in host memory
     device_name: str | None  # of the GPU
     weights_bytes: int  # all in the device's memory, in the model's dtype
     rates: Rates | None  # None: polling started too recently
-    iterations: tuple[LiveIteration, ...]  # noted iterations, the newest last
-    spans: tuple[Span, ...]  # of the last recorded iteration, by start time
-    spans_age_s: float  # since the end of that iteration
-    tables: TableCostModel | None  # measured on this computer; None: the policy needs none
+    iterations: tuple[LiveIteration, ...] = ()  # noted iterations, the newest last
+    spans: tuple[Span, ...] = ()  # of the last recorded iteration, by start time
+    spans_age_s: float = 0.0  # since the end of that iteration
+    tables: TableCostModel | None = None  # measured on this computer; None: the policy needs none
     workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
 
     @property

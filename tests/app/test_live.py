@@ -62,12 +62,7 @@ def make_view(
         num_prompt_tokens=100,
         num_cached_tokens=10,
         num_output_tokens=50,
-        num_preemptions=1,
-        num_moves=2,
         num_cpu_decodes=20,
-        num_async_decodes=1,
-        num_double_iterations=3,
-        outside_s=0.1,
         pools=pools,
     )
     on_gpu = sum(one.tier == GPU for one in requests)
@@ -81,8 +76,6 @@ def make_view(
         rates=Rates(10.0, 20.04, 3.0),
         iterations=iterations,
         spans=spans,
-        spans_age_s=0.5,
-        tables=None,
         workers=workers,
     )
 
