@@ -254,7 +254,7 @@ class _Lowering(RowBuffers):
             return
         self.move(torch.cat([of_row(each.at) for each in results[:3]]), Columns(QKV))
         carried = torch.cat([of_row(each.at) for each in results[3:]])
-        if torch.equal(carried, torch.arange(len(carried))):  # it is there
+        if torch.equal(carried, torch.arange(len(carried))):  # already in place
             return
         if RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self.room(len(carried), self._dtype)

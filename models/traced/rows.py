@@ -58,8 +58,10 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return True if torch says that an operator computes single elements."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    """Return True if torch says of an overload of the operator that it computes single elements."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    overloads = () if packet is None else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
 
 
 def is_plain(node: fx.Node) -> bool:
