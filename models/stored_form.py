@@ -52,7 +52,7 @@ class StoredForm(Dense):
         parts = self.stored.get(self.name, ())
         if self.kernels is not None and "experts_" in self.name and len(merged(parts)) > 1:
             return ()  # kernels index a layer's experts in one matrix
-        return parts if all(self._has_kernel(part) for part in parts) else ()
+        return parts if all(part.type_name in quantised.KERNEL_TYPES for part in parts) else ()
 
     @property
     def kept_types(self) -> Set[str]:
@@ -69,10 +69,6 @@ class StoredForm(Dense):
         """Quantised types that are dequantised; a fused matrix is dequantised as a whole."""
         dequantised = [parts for name, parts in self.stored.items() if not self.named(name).parts]
         return tuple(sorted({part.type_name for parts in dequantised for part in parts}.difference(FLOATS)))
-
-    def _has_kernel(self, part: PartShape) -> bool:
-        has_kernel = quantised.has_kernel if self.kernels is None else grouped.has_kernel
-        return has_kernel(part.type_name)
 
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device

@@ -41,30 +41,15 @@ _PATTERNS = {
     "deepseek-v3": (r"\p{N}{1,3}", "[一-龥\u3040-\u30ff]+", _DEEPSEEK_3),
 }
 _SAME = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "falcon3": "llama-bpe",
-    "falcon-h1": "llama-bpe",
-    "lfm2": "llama-bpe",
-    "pixtral": "llama-bpe",
-    "smaug-bpe": "llama-bpe",
-    "dbrx": "llama-bpe",
-    "glm4": "llama-bpe",
-    "megrez": "qwen2",
-    "deepseek-r1-qwen": "qwen2",
-    "stablelm2": "qwen2",
-    "starcoder": "smollm",
-    "refact": "smollm",
-    "command-r": "smollm",
-    "codeshell": "smollm",
-    "minerva-7b": "smollm",
-    "phi-2": "gpt-2",
-    "gigachat": "gpt-2",
-    "mellum": "gpt-2",
-    "olmo": "gpt-2",
-    "mpt": "gpt-2",
-    "exaone4": "gpt-2",
-    "llama4": "gpt-4o",
+    name: pattern
+    for pattern, names in {
+        "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral smaug-bpe dbrx glm4",
+        "qwen2": "megrez deepseek-r1-qwen stablelm2",
+        "smollm": "starcoder refact command-r codeshell minerva-7b",
+        "gpt-2": "phi-2 gigachat mellum olmo mpt exaone4",
+        "gpt-4o": "llama4",
+    }.items()
+    for name in names.split()
 }
 PRE_TOKENIZERS = (*_PATTERNS, *_SAME)
 """Supported names."""

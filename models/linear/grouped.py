@@ -28,11 +28,6 @@ WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wi
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
 
 
-def has_kernel(type_name: str) -> bool:
-    """Return True if matrices of this type can be multiplied without dequantisation."""
-    return type_name in CODINGS
-
-
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
     """Return the bytes of a packed matrix, padded to whole tiles."""
     coding = CODINGS[type_name]

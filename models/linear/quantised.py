@@ -14,13 +14,8 @@ from neo_desktop import native
 from neo_desktop.models.gguf.types import BY_NAME, StoredType
 from neo_desktop.models.linear.packed import PackedMatrix, PackedRows, Room, huge_pages
 
-KERNEL_TYPES = native.STORED_TYPES
+KERNEL_TYPES = native.STORED_TYPES  # matrices that kernels multiply as they are, on a CPU and on a GPU
 WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # type -> bits in memory
-
-
-def has_kernel(type_name: str) -> bool:
-    """Return True if matrices of this type can be multiplied without conversion to floats."""
-    return type_name in KERNEL_TYPES
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:

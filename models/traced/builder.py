@@ -1,29 +1,34 @@
 """Builds functions from the pieces of a graph."""
 
-from collections.abc import Callable, Collection, Sequence
-from operator import getitem
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Given, LookUp, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import Given, LookUp, Product
 from neo_desktop.models.traced.graph import Exported
-from neo_desktop.models.traced.patterns import Finder, Norm, Part, Pattern
-from neo_desktop.models.traced.patterns import Gate as GatePattern
-from neo_desktop.models.traced.patterns import Rope as RopePattern
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
 
 Code = Callable[..., Any]
 RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stages
+
+
+class Part(NamedTuple):
+    """A part of a fused matmul."""
+
+    linear: Linear
+    rows: tuple[int, ...]  # of every part
+    place: int  # of this part
 
 
 class Builder:
@@ -52,52 +57,12 @@ class Builder:
         if decoder.spec.head is None:
             self._products[decoder.spec.embedding] = Part(decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
-        self._patterns = self._found_patterns()
-        self._sines = {
-            pattern.sin
-            for patterns in self._patterns
-            for pattern in patterns
-            if isinstance(pattern, RopePattern)
-        }
-
-    def _found_patterns(self) -> list[list[Pattern]]:
-        nodes = [node for piece in self._cut.pieces for node in piece.nodes]
-        products = {node: part for node in nodes if (part := self._product(node)) is not None}
-        found = []
-        for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
-            attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
-            normed = (self._cut.normed,) if piece is self._cut.pieces[-1] else ()
-            finder = Finder(
-                piece.nodes,
-                self._constants,
-                self._cut.rotations,
-                () if before is None else before.carried,
-                (*piece.carried, *attended, *normed),
-                products,
-                self._decoder.dtype,
-            )
-            found.append(finder.patterns())
-        # The sine's first half is stored negated, so it must have no other use.
-        ropes = [each for patterns in found for each in _ropes(patterns)]
-        covered = {node for each in ropes for node in each.covered}
-        readers = {node for node in nodes if node not in covered}
-        others = {each.cos for each in ropes}
-        others |= {each.sin for each in ropes if readers & set(each.sin.users)}
-        if any(each.sin in others for each in ropes):
-            return [[each for each in patterns if not isinstance(each, RopePattern)] for patterns in found]
-        return found
 
     def _product(self, node: fx.Node) -> Part | None:
         """Return a node's part of a matmul by the decoder; None: another operator or matmul."""
         if name_of(node) != "linear":
             return None
         return self._products.get(self._graph.parameters.get(_nodes_of(node)[1], ""))
-
-    def kind(self, index: int) -> tuple[Any, ...]:
-        """Return a key that differs for pieces with different patterns."""
-        return tuple(
-            (type(each), len(each.covered), getattr(each, "in_place", None)) for each in self._patterns[index]
-        )
 
     def _fold(self) -> None:
         """Precompute the nodes that depend on weights only."""
@@ -117,14 +82,13 @@ class Builder:
         """Replace devices in the graph by the decoder's."""
         return tree_map(lambda each: self._decoder.device if isinstance(each, torch.device) else each, value)
 
-    def piece(self, index: int, *, is_plain: bool = False) -> fx.GraphModule:
+    def piece(self, index: int) -> fx.GraphModule:
         """Return a stage's code: from tokens and positions, or from carried values, rotations and attention.
 
-        Args:
-            is_plain: without the decoder's operators.
+        Nodes keep the descriptions of their values ("val"). The node of a rotation has "angle": the rotation
+        and its rows in memory.
         """
         piece = self._cut.pieces[index]
-        patterns = [] if is_plain else self._patterns[index]
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         if piece is self._cut.pieces[0]:
             known[self._graph.token_ids] = graph.placeholder("token_ids")
@@ -137,16 +101,11 @@ class Builder:
             known[RECURRENT] = graph.placeholder("recurrent")
             rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
             self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
-            ropes = _ropes(patterns)
-            covered = {node for each in ropes for node in each.covered}
-            used = {each for node in piece.nodes if node not in covered for each in node.all_input_nodes}
-            angles = {node for each in ropes for node in (each.cos, each.sin)}
-            self._unpack(
-                graph, rotation, self._cut.rotations, known, rows, only=used, as_stored=angles - used
-            )
+            self._unpack(graph, rotation, self._cut.rotations, known, rows)
             if piece.attended is not None:
+                attended.meta["val"] = piece.attended.meta["val"]
                 known[piece.attended] = attended
-        self._copy(graph, piece.nodes, known, rows, patterns)
+        self._copy(graph, piece.nodes, known, rows)
         if piece is self._cut.pieces[-1]:
             results: tuple[Any, ...] = (known[self._cut.normed],)
         else:
@@ -165,8 +124,12 @@ class Builder:
         self._copy(graph, self._cut.head, known, rows)
         return self._compiled(graph, known[self._cut.scores]).forward
 
-    def rotation(self, *, is_plain: bool = False) -> Code:
-        """Return the code of the position-dependent values that stages read; `is_plain` as in `piece`."""
+    def rotation(self, sines: Collection[fx.Node] = ()) -> Code:
+        """Return the code of the position-dependent values that stages read.
+
+        Args:
+            sines: values whose first half is negated, as `Rope` needs them.
+        """
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._graph.positions] = graph.placeholder("positions")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._graph.positions], 1))
@@ -179,7 +142,7 @@ class Builder:
             moved = graph.call_function(torch.movedim, (known[node], dim, 0))
             if node.meta["val"].dtype.is_complex:
                 moved = graph.call_function(torch.view_as_real, (moved,))
-            if node in self._sines and not is_plain:
+            if node in sines:
                 value = node.meta["val"]
                 signs = torch.ones(value.shape[-1], dtype=value.dtype, device=self._decoder.device)
                 signs[: len(signs) // 2] = -1.0
@@ -195,16 +158,8 @@ class Builder:
         values: tuple[fx.Node, ...],
         known: dict[fx.Node, Any],
         rows: fx.Node,
-        *,
-        only: set[fx.Node] | None = None,
-        as_stored: Collection[fx.Node] = (),
     ) -> None:
-        """Cut values out of rows that hold them side by side.
-
-        Args:
-            only: values to cut out; None: all.
-            as_stored: values to cut out without a change of their shape: RoPE's cos and sin.
-        """
+        """Cut values out of rows that hold them side by side."""
         first = 0
         for node in values:
             value, dim = node.meta["val"], row_dim(node)
@@ -213,34 +168,22 @@ class Builder:
             width, is_complex = width_of(node), value.dtype.is_complex
             others += [2] if is_complex else []
             piece = graph.call_function(torch.narrow, (memory, 1, first, width))
-            if node in as_stored:
-                known[node] = piece
-            elif only is None or node in only:
-                shaped = (
-                    graph.call_method("view", (piece, rows, *others))
-                    if len(values) == 1
-                    else (graph.call_method("reshape", (piece, rows, *others)))
-                )
-                if is_complex:
-                    shaped = graph.call_function(torch.view_as_complex, (shaped,))
-                moved = graph.call_function(torch.movedim, (shaped, 0, dim))
-                if not is_complex and (value.dtype is not self._decoder.dtype or memory.name == "rotation"):
-                    moved = graph.call_method("to", (moved, value.dtype))
-                known[node] = moved
+            reshape = "view" if len(values) == 1 else "reshape"
+            shaped = graph.call_method(reshape, (piece, rows, *others))
+            if is_complex:
+                shaped = graph.call_function(torch.view_as_complex, (shaped,))
+            moved = graph.call_function(torch.movedim, (shaped, 0, dim))
+            if not is_complex and (value.dtype is not self._decoder.dtype or memory.name == "rotation"):
+                moved = graph.call_method("to", (moved, value.dtype))
+            moved.meta["val"] = value
+            if memory.name == "rotation":
+                moved.meta["angle"] = node, piece
+            known[node] = moved
             first += width
 
-    def _copy(
-        self,
-        graph: fx.Graph,
-        nodes: list[fx.Node],
-        known: dict[fx.Node, Any],
-        rows: fx.Node,
-        patterns: Sequence[Pattern] = (),
-    ) -> None:
-        """Copy nodes; call the decoder's matrices for their matmuls, and operators for patterns."""
-        fused: dict[int, Any] = {}
-        covered = {node for each in patterns for node in each.covered}
-        starts = {next(node for node in nodes if node in each.covered): each for each in patterns}
+    def _copy(self, graph: fx.Graph, nodes: list[fx.Node], known: dict[fx.Node, Any], rows: fx.Node) -> None:
+        """Copy nodes, and call the decoder's matrices for their matmuls."""
+        fused: dict[int, fx.Node] = {}
 
         def find(node: fx.Node) -> Any:
             if node in known:
@@ -256,39 +199,31 @@ class Builder:
                 raise CannotCutError(f"{node.name} is used before it is computed")
             return known[node]
 
-        def multiply(node: fx.Node) -> tuple[Any, tuple[int, ...], int] | None:
-            product = self._product(node)
-            if product is None:
-                return None
-            linear, rows_of, index = product
+        def multiply(node: fx.Node, part: Part) -> fx.Node:
+            x, *weights = _nodes_of(node)
+            linear, rows_of, place = part
+            value, width = node.meta["val"], sum(rows_of)
             if id(linear) not in fused:
-                product_of = Product(linear, sum(rows_of))
-                module = self._attribute("product", product_of)
-                fused[id(linear)] = graph.call_module(module, (find(_nodes_of(node)[0]),))
-            return fused[id(linear)], rows_of, index
-
-        def whole(node: fx.Node) -> Any:
-            product = multiply(node)
-            return find(node) if product is None else product[0]
+                module = self._attribute("product", Product(linear, width))
+                fused[id(linear)] = graph.call_module(module, (find(x),))
+                fused[id(linear)].meta["val"] = value.new_empty(*value.shape[:-1], width)
+            result = fused[id(linear)]
+            if len(rows_of) > 1:
+                at = (-1, sum(rows_of[:place]), rows_of[place])
+                result = graph.call_function(torch.narrow, (result, *at))
+            if weights[1:] and part is self._products.get(self._spec.embedding):
+                result = graph.call_function(torch.add, (result, find(weights[1])))
+            result.meta["val"] = value
+            return result
 
         for node in nodes:
-            if node in starts:
-                self._operate(graph, starts[node], known, find, whole)
-            if node in covered:
-                continue
             stands_in = self._stands_in(node)
             if stands_in is not None:
                 module, inputs = stands_in
                 known[node] = graph.call_module(module, tuple(each and find(each) for each in inputs))
-            elif (product := multiply(node)) is not None:
-                result, rows_of, part = product
-                known[node] = result
-                if len(rows_of) > 1:
-                    place = (-1, sum(rows_of[:part]), rows_of[part])
-                    known[node] = graph.call_function(torch.narrow, (result, *place))
-                bias = _nodes_of(node)[2:3]
-                if bias and self._product(node) is self._products.get(self._spec.embedding):
-                    known[node] = graph.call_function(torch.add, (result, find(bias[0])))
+                known[node].meta["val"] = node.meta["val"]
+            elif (part := self._product(node)) is not None:
+                known[node] = multiply(node, part)
             else:
                 copied = graph.node_copy(node, find)
                 copied.args = self._here(copied.args)
@@ -297,6 +232,7 @@ class Builder:
             if node in self._cut.pieces[0].carried[:1]:  # the embeddings
                 given = self._attribute("given", Given(self._decoder))
                 known[node] = graph.call_module(given, (known[node],))
+                known[node].meta["val"] = node.meta["val"]
 
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""
@@ -318,45 +254,6 @@ class Builder:
             return self._attribute("deepstack", DeepStack(self._decoder, given[1])), given[:1]
         return None
 
-    def _operate(
-        self,
-        graph: fx.Graph,
-        pattern: Pattern,
-        known: dict[fx.Node, Any],
-        find: Callable[[fx.Node], Any],
-        whole: Callable[[fx.Node], Any],
-    ) -> None:
-        def call(module: nn.Module, *inputs: Any) -> Any:
-            return graph.call_module(self._attribute("operator", module), inputs)
-
-        if isinstance(pattern, GatePattern):
-            known[pattern.root] = call(Gate(self._operators), whole(pattern.gate))
-            return
-        dtype = self._decoder.dtype
-        if isinstance(pattern, RopePattern):
-            flags = {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
-            rope = Rope(None, 0.0, **flags)
-            if pattern.norm is not None:
-                heads = pattern.root.meta["val"].shape[1]
-                weight = self._weight(pattern.norm).to(dtype).expand(heads, -1).contiguous()
-                rope = Rope(weight, pattern.norm.eps, **flags)
-            known[pattern.root] = call(rope, find(pattern.x), find(pattern.cos), find(pattern.sin))
-        elif pattern.residual is None or pattern.total is None:
-            module = RMSNorm(self._weight(pattern), pattern.eps, self._operators, pattern.is_rounded_before)
-            known[pattern.root] = call(module, find(pattern.x))
-        else:
-            weight = self._weight(pattern).to(dtype)
-            add_norm = AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
-            both = call(add_norm, find(pattern.residual), find(pattern.x))
-            known[pattern.total] = graph.call_function(getitem, (both, 0))
-            known[pattern.root] = graph.call_function(getitem, (both, 1))
-
-    def _weight(self, norm: Norm) -> Tensor:
-        if norm.weight is not None:
-            return self._constants[norm.weight]
-        value = norm.x.meta["val"]
-        return torch.ones(value.shape[-1], dtype=value.dtype, device=self._decoder.device)
-
     def _attribute(self, kind: str, value: Any) -> str:
         name = f"{kind}_{self._number_of}"
         self._number_of += 1
@@ -372,10 +269,6 @@ class Builder:
         module.graph.eliminate_dead_code()
         module.recompile()
         return module
-
-
-def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:
-    return [each for each in patterns if isinstance(each, RopePattern)]
 
 
 def _nodes_of(node: fx.Node) -> list[Any]:

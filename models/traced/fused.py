@@ -31,12 +31,12 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float, operators: Operators, is_rounded_before: bool) -> None:
         super().__init__()
         self.weight = weight if is_rounded_before else weight.float()
-        self.eps, self._operators, self._is_rounded_before = eps, operators, is_rounded_before
+        self.eps, self._operators, self.is_rounded_before = eps, operators, is_rounded_before
         self._nothing = torch.zeros(1, len(weight), dtype=self.weight.dtype, device=weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        wide = flat if self._is_rounded_before else flat.float()
+        wide = flat if self.is_rounded_before else flat.float()
         if wide.device.type != "cpu":
             normed = torch.rms_norm(wide, wide.shape[-1:], eps=self.eps) * self.weight
         else:
@@ -47,23 +47,16 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(nn.Module):
-    """A sum, and its RMSNorm.
+    """A sum, and its RMSNorm."""
 
-    Args:
-        in_place: the sum may overwrite the residual.
-    """
-
-    def __init__(self, weight: Tensor, eps: float, operators: Operators, in_place: bool) -> None:
+    def __init__(self, weight: Tensor, eps: float, operators: Operators) -> None:
         super().__init__()
-        self.weight, self.eps, self._operators, self.in_place = weight, eps, operators, in_place
+        self.weight, self.eps, self._operators = weight, eps, operators
 
     def forward(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return residual + x [1, rows, hidden], and the norm."""
-        on_cpu = x.device.type == "cpu"  # its kernels accept strided rows
-        total = (
-            residual if self.in_place and on_cpu else residual.clone(memory_format=torch.contiguous_format)
-        )
-        x = x if on_cpu and x.stride(-1) == 1 else x.contiguous()
+        total = residual.clone(memory_format=torch.contiguous_format)
+        x = x.contiguous()
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._operators.add_rms_norm(x[0], total[0], self.weight, self.eps, normed[0])
         return total, normed
@@ -89,33 +82,30 @@ class Rope(nn.Module):
 
     Args:
         weight: [heads, head_dim] of the RMSNorm; None: no norm.
-        rows_first: the input is [1, rows, heads, head_dim].
-        in_place: the result may overwrite the input.
+        rows_at: the dimensions of rows in the input and in the result, 1 or 2; heads have the other one.
     """
 
-    def __init__(self, weight: Tensor | None, eps: float, *, rows_first: bool, in_place: bool) -> None:
+    def __init__(self, weight: Tensor | None, eps: float, rows_at: tuple[int, int]) -> None:
         super().__init__()
-        self.weight, self.eps, self.rows_first, self.in_place = weight, eps, rows_first, in_place
+        self.weight, self.eps, self.rows_at = weight, eps, rows_at
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return [1, heads, rows, head_dim].
+        """Return the rotated heads, [1, heads, rows, head_dim] or [1, rows, heads, head_dim].
 
         Args:
-            x: [1, heads, rows, head_dim], unless `rows_first`.
+            x: of one of these shapes.
             cos: [rows, head_dim] float32; sin has the same shape, and its first half is negated.
         """
-        heads = x[0] if self.rows_first else x[0].transpose(0, 1)
+        heads = x[0].transpose(0, self.rows_at[0] - 1)
         if heads.device.type != "cpu":
             if self.weight is not None:
                 heads = torch.rms_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight
             swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
             heads = (heads * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
         else:
-            is_packed = heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]
-            if not self.in_place or not is_packed:
-                heads = heads.clone(memory_format=torch.contiguous_format)
+            heads = heads.clone(memory_format=torch.contiguous_format)
             native.rope(heads, cos, sin, self.weight, self.eps)
-        return heads.transpose(0, 1)[None]
+        return heads.transpose(0, self.rows_at[1] - 1)[None]
 
 
 class Given(nn.Module):

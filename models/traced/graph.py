@@ -14,7 +14,7 @@ from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
 from neo_desktop.models.traced.heads import HeadShape
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
-from neo_desktop.models.traced.rows import ELEMENTWISE, check_rows, name_of
+from neo_desktop.models.traced.rows import RESHAPES, check_rows, is_plain, is_pointwise, name_of
 from neo_desktop.models.traced.sizes import Source, TracedSpec
 from neo_desktop.models.traced.spec import (
     LONG,
@@ -27,16 +27,7 @@ from neo_desktop.models.traced.spec import (
 
 ROWS = 7  # rows of the example inputs; the graph works for any number
 
-# fmt: off
 _FRESH = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
-_IN_PLACE = frozenset(("add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_"))
-_SAME = frozenset(("to", "type_as", "contiguous", "expand_as", "broadcast_to"))  # may return their input
-_VIEWS = frozenset((
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
-    "select", "getitem", "alias", "detach", "flatten", "unflatten", "t", "movedim", "narrow",
-))
-# fmt: on
-_RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +158,12 @@ def _keep_rows_apart(graph: fx.Graph, token_ids: fx.Node) -> None:
         if heads is None:
             continue
         name, inputs = name_of(node), [each for each in node.all_input_nodes if each in joined]
-        if name in _RESHAPES and not inputs and _is_row_major(node.args[0], count):
+        if name in RESHAPES and not inputs and _is_row_major(node.args[0], count):
             with graph.inserting_before(node):
                 rows = graph.call_function(torch.ops.aten.sym_size.int, (token_ids, 1))
                 rows.meta["val"] = count
             node.args = (node.args[0], [rows, heads, *value.shape[1:]])
-        elif not inputs or not (name in ELEMENTWISE - _RESHAPES or _is_over_last(node)):
+        elif not inputs or not ((is_plain(node) and name not in RESHAPES) or _is_over_last(node)):
             continue
         joined.add(node)
         fake: Any = value
@@ -237,13 +228,15 @@ def _write_nothing(graph: fx.Graph) -> None:
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         name, x = name_of(node), node.args[0] if node.args else None
-        if name not in _IN_PLACE or not isinstance(x, fx.Node):
+        functional = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        is_in_place = name.endswith("_") and is_pointwise(node)
+        if functional is None or not is_in_place or not isinstance(x, fx.Node):
             continue
         readers = set(x.users) - {node}
         if any(order[reader] < order[node] for reader in readers):
             continue
-        if x.op == "call_function" and name_of(x) not in _VIEWS | _SAME:
-            node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
+        if x.op == "call_function" and not _may_be_view(x):
+            node.target = getattr(functional, node.target._overloadname)
             for reader in readers:
                 reader.replace_input_with(x, node)
 
@@ -298,8 +291,16 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
         memory = node.args[0]
         while isinstance(memory, fx.Node):
             written.add(memory)
-            memory = memory.args[0] if memory.args and name_of(memory) in _VIEWS else None
+            memory = memory.args[0] if memory.args and _may_be_view(memory) else None
     return written
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """Return True if a node's value may share its input's memory."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # an item of several results
+        return node.op == "call_function"
+    return name_of(node) == "type_as" or any(each.alias_info is not None for each in schema.returns)
 
 
 def _frozen(value: Any) -> Any:

@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.recurrent import RecurrentBatch
-from neo_desktop.models.state import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
+from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     NotRowsError,
     Value,
     columns_of,
-    grouped,
     of_row,
     row_dim,
     with_addresses,
@@ -32,7 +31,7 @@ from neo_desktop.models.traced.row_stages import RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 
-_MOVES = MOVES | SPLITS | {"expand_as", "getitem"}
+_MOVES = MOVES | SPLITS | {"expand_as", "getitem", "stack"}
 _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
@@ -60,10 +59,10 @@ class _Lowering(RowBuffers):
     def program(self) -> RowStage:
         config = self._config
         inputs = {
-            "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype, 0),
-            "rotation": Value.new(COS, (config.rotation_width,), 0, torch.float32, 0),
+            "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype),
+            "rotation": Value.new(COS, (config.rotation_width,), 0, torch.float32),
             "recurrent": None,
-            "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype, 0),
+            "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype),
         }
         for node in self._piece.graph.nodes:
             if node.op == "placeholder":
@@ -96,11 +95,12 @@ class _Lowering(RowBuffers):
         if name in _MOVES:
             return self._moved(node, args, kwargs)
         for names, lower in (
-            (_CASTS, lambda: self._cast(args[0], _dtype_of(args, kwargs))),
+            (_CASTS, lambda: self._cast(args[0], node.meta["val"].dtype)),
             (_FUNCTIONS, lambda: self._apply(node.target, *args)),
             (_UNARIES, lambda: self._unary(_approximated(name, args, kwargs), args[0])),
             (_BINARIES, lambda: self._binary(_BINARIES[name], args[0], args[1], kwargs.get("alpha", 1))),
             (("square",), lambda: self._binary("times", args[0], args[0])),
+            (("zeros_like",), lambda: self._binary("times", args[0], 0.0)),
             (("layer_norm",), lambda: self._layer_norm(*args)),
             (("rms_norm",), lambda: self._plain_norm(*args)),
             (("index",), lambda: self._indexed(*args)),
@@ -155,8 +155,8 @@ class _Lowering(RowBuffers):
             return Value(moved, dtype)
         return tuple(Value(each, dtype) for each in moved)
 
-    def _cast(self, x: Any, dtype: torch.dtype | None) -> Any:
-        if dtype is None or x.dtype is dtype:
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if x.dtype is dtype:
             return x
         if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not isinstance(x, Value):
             raise NotRowsError(f"a conversion to {dtype}")
@@ -177,31 +177,22 @@ class _Lowering(RowBuffers):
 
     def _add_norm(self, norm: AddRMSNorm, residual: Value, x: Value) -> tuple[Value, Value]:
         width = residual.at.shape[-1]
-        self.check(residual)
-        found = grouped(of_row(residual.at), width) if norm.in_place else None
-        total = residual if found is not None else self.copy(residual, residual.dtype)
-        place = self.packed(total)
-        other = self.packed(x)
+        total = self.copy(residual, residual.dtype)  # the step overwrites it
         into = self.room(width, x.dtype)
-        step = Step("add_rms_norm", (place, other), into, width, number=norm.eps, weights=(norm.weight,))
+        sources = self.packed(total), self.packed(x)
+        step = Step("add_rms_norm", sources, into, width, number=norm.eps, weights=(norm.weight,))
         self.steps.append(step)
-        total = self.overwrite(total)
         return total, self.value(into, tuple(x.at.shape), row_dim(x.at), x.dtype)
 
     def _rotate(self, rope: Rope, x: Value, cos: Value, sin: Value) -> Value:
-        heads = replace(x, at=x.at[0] if rope.rows_first else x.at[0].transpose(0, 1))
+        heads = replace(x, at=x.at[0].transpose(0, rope.rows_at[0] - 1))
         _, count, dim = heads.at.shape
-        self.check(heads)
-        place = grouped(of_row(heads.at), dim) if rope.in_place else None
-        if place is None or (place.stride != dim and count > 1):
-            heads = self.copy(heads, heads.dtype)
-            place = self.grouped(heads, dim)
+        heads = self.copy(heads, heads.dtype)  # the step overwrites them
+        into = self.grouped(heads, dim)._replace(stride=dim)
         angles = self.packed(cos), self.packed(sin)
         weights = () if rope.weight is None else (rope.weight,)
-        into = place._replace(stride=dim)
         self.steps.append(Step("rope", angles, into, dim, groups=count, number=rope.eps, weights=weights))
-        heads = self.overwrite(heads)
-        return replace(heads, at=heads.at.transpose(0, 1)[None])
+        return replace(heads, at=heads.at.transpose(0, rope.rows_at[1] - 1)[None])
 
     def _layer_norm(
         self, x: Value, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
@@ -258,45 +249,18 @@ class _Lowering(RowBuffers):
     # Results of a stage.
 
     def _hand_on(self, *results: Value) -> None:
-        for each in results:
-            self.check(each)
         if len(results) == 1:
-            self._leave([of_row(results[0].at)], X)
+            self.move(of_row(results[0].at), Columns(X))
             return
-        heads = [of_row(each.at) for each in results[:3]]
+        self.move(torch.cat([of_row(each.at) for each in results[:3]]), Columns(QKV))
         carried = torch.cat([of_row(each.at) for each in results[3:]])
-        is_there = torch.equal(carried, torch.arange(len(carried)))
-        reads_carried = not is_there and RESIDUAL in columns_of(torch.cat(heads))
-        if reads_carried:
-            self.move(torch.cat(heads), Columns(QKV))
-        if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
+        if torch.equal(carried, torch.arange(len(carried))):  # already in place
+            return
+        if RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self.room(len(carried), self._dtype)
             self.move(carried, room)
-            carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype, 0).at)
-        if not is_there:
-            self.move(carried, Columns(RESIDUAL))
-        if not reads_carried:
-            self._leave(heads, QKV)
-
-    def _leave(self, rows: list[Tensor], given: int) -> None:
-        """Put numbers into a given buffer, by redirecting the steps that compute them if possible."""
-        row = torch.cat(rows)
-        found = grouped(row, len(row))
-        if found is None or found.buffer in GIVEN or self.buffers[found.buffer].width != len(row):
-            self.move(row, Columns(given))
-            return
-
-        if any(found.buffer == columns.buffer for _, call in self.calls for columns in call.places):
-            self.move(row, Columns(given))
-            return
-
-        def there(columns: Columns) -> Columns:
-            return columns._replace(buffer=given) if columns.buffer == found.buffer else columns
-
-        self.steps = [
-            replace(step, sources=tuple(there(each) for each in step.sources), into=there(step.into))
-            for step in self.steps
-        ]
+            carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype).at)
+        self.move(carried, Columns(RESIDUAL))
 
 
 def _applied(
@@ -313,13 +277,3 @@ def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def _approximated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
     return "gelu_tanh" if approximate == "tanh" else name
-
-
-def _dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Return the target dtype of a conversion."""
-    for each in (*args[1:], *kwargs.values()):
-        if isinstance(each, torch.dtype):
-            return each
-        if isinstance(each, (Value, Tensor)):
-            return each.dtype
-    return None

@@ -1,6 +1,5 @@
 """Positions of a tensor's numbers in row buffers, computed by running view operators on their addresses."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,8 +11,8 @@ from torch.utils._pytree import tree_map
 from neo_desktop.native import Columns
 
 ROWS = 5  # rows in tensors of addresses; differs from every size of a model
-# An address is time * _TIME + buffer * _BUFFER + row * _ROW + column.
-_ROW, _BUFFER, _TIME = 1 << 24, 1 << 28, 1 << 44
+# An address is buffer * _BUFFER + row * _ROW + column.
+_ROW, _BUFFER = 1 << 24, 1 << 28
 
 
 class NotRowsError(Exception):
@@ -27,26 +26,21 @@ class Value:
     Torch's own view operators run on its addresses.
     """
 
-    at: Tensor  # addresses of its numbers, with the step that wrote them; in its shape
+    at: Tensor  # addresses of its numbers, in its shape
     dtype: torch.dtype
 
     @classmethod
-    def new(cls, buffer: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype, time: int) -> "Value":
+    def new(cls, buffer: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> "Value":
         """Return a tensor whose rows are contiguous in a buffer.
 
         Args:
             shape: of a row, without dimension `dim`, which counts the rows.
             dim: position of the row dimension.
-            time: number of steps before.
         """
         columns = torch.arange(torch.Size(shape).numel()).view(1, *shape)
         rows = torch.arange(ROWS).view(ROWS, *[1] * len(shape))
-        address = time * _TIME + buffer * _BUFFER + rows * _ROW + columns
+        address = buffer * _BUFFER + rows * _ROW + columns
         return cls(address.movedim(0, dim), dtype)
-
-    def renewed(self, time: int) -> "Value":
-        """Return the value after a step has overwritten its numbers."""
-        return Value(self.at % _TIME + time * _TIME, self.dtype)
 
 
 def row_dim(at: Tensor) -> int:
@@ -64,7 +58,7 @@ def of_row(at: Tensor) -> Tensor:
 
     Raise NotRowsError if rows differ in more than the row number.
     """
-    rows = at.movedim(row_dim(at), 0).reshape(ROWS, -1) % _TIME
+    rows = at.movedim(row_dim(at), 0).reshape(ROWS, -1)
     expected = rows[0] + torch.arange(ROWS)[:, None] * _ROW
     if not torch.equal(rows, expected):
         raise NotRowsError("rows that combine several rows")
@@ -75,15 +69,6 @@ def columns_of(row: Tensor) -> dict[int, Tensor]:
     """Return buffer -> columns of a row's addresses."""
     buffers = row // _BUFFER
     return {buffer: row[buffers == buffer] % _ROW for buffer in set(buffers.tolist())}
-
-
-def ages_of(at: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield buffer, columns, and the steps that wrote them."""
-    flat = at.flatten()
-    buffers = flat % _TIME // _BUFFER
-    for buffer in set(buffers.tolist()):
-        own = flat[buffers == buffer]
-        yield buffer, own % _ROW, own // _TIME
 
 
 def grouped(row: Tensor, length: int) -> Columns | None:

@@ -19,8 +19,6 @@ from neo_desktop.models.traced.places import (
     ROWS,
     NotRowsError,
     Value,
-    ages_of,
-    columns_of,
     grouped,
     moves_of,
     of_row,
@@ -132,7 +130,7 @@ def _places(part: Sequence[Step] | Call) -> list[Columns]:
 
 
 class RowBuffers:
-    """Row buffers, and the steps and calls over them so far.
+    """Row buffers, and the steps and calls over them so far; only new buffers are written.
 
     Args:
         buffers: given ones, see `state`.
@@ -142,7 +140,6 @@ class RowBuffers:
         self.buffers = buffers
         self.steps: list[Step] = []
         self.calls: list[tuple[int, Call]] = []  # with the number of steps before
-        self.overwritten: dict[int, Tensor] = {}  # buffer -> step at which each column was overwritten
 
     def stage(self) -> RowStage:
         """Return the stage with every step and call."""
@@ -195,22 +192,7 @@ class RowBuffers:
 
     def value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
         """Return a tensor whose rows are in columns of a buffer."""
-        return Value.new(into.buffer, shape[:dim] + shape[dim + 1 :], dim, dtype, len(self.steps))
-
-    def check(self, x: Value) -> None:
-        """Raise NotRowsError if a value's numbers have been overwritten."""
-        for buffer, columns, times in ages_of(x.at):
-            when = self.overwritten.get(buffer)
-            if when is not None and bool((when[columns] > times).any()):
-                raise NotRowsError("numbers that are overwritten before they are read")
-
-    def overwrite(self, x: Value) -> Value:
-        """Record that the last step has overwritten a value's numbers."""
-        for buffer, columns in columns_of(of_row(x.at)).items():
-            width = self.buffers[buffer].width
-            when = self.overwritten.setdefault(buffer, torch.zeros(width, dtype=torch.int64))
-            when[columns] = len(self.steps)
-        return x.renewed(len(self.steps))
+        return Value.new(into.buffer, shape[:dim] + shape[dim + 1 :], dim, dtype)
 
     def packed(self, x: Value) -> Columns:
         """Return the columns that hold a value's rows contiguously; copy them if necessary."""
@@ -218,7 +200,6 @@ class RowBuffers:
 
     def grouped(self, x: Value, length: int) -> Columns:
         """Return the columns of a value in groups of `length`; copy them if necessary."""
-        self.check(x)
         row = of_row(x.at)
         columns = grouped(row, length)
         if columns is None:
@@ -228,7 +209,6 @@ class RowBuffers:
 
     def copy(self, x: Value, dtype: torch.dtype) -> Value:
         """Copy a value to a buffer of its own."""
-        self.check(x)
         row = of_row(x.at)
         into = self.room(len(row), dtype)
         self.move(row, into)

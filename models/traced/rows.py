@@ -9,29 +9,20 @@ from torch import Tensor, fx
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 
-# Operators on single elements, or without arithmetic. Operators outside these tables are refused.
+# Operators outside these tables are refused, unless torch calls them pointwise.
 # fmt: off
-ELEMENTWISE = frozenset((
-    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "log",
-    "log1p", "tanh", "floor",
-    "sigmoid", "silu", "gelu", "relu", "relu6", "cos", "sin", "erf", "abs", "square", "clamp",
-    "clamp_min", "clamp_max", "where", "minimum", "maximum", "softplus", "hardtanh", "hardswish",
-    "hardsigmoid", "elu", "mish", "leaky_relu", "to", "type_as", "_to_copy", "clone", "contiguous",
-    "detach", "alias", "dropout", "rsub", "ge", "gt", "le", "lt", "eq", "ne", "logical_and",
-    "logical_or", "logical_not", "masked_fill", "bitwise_and", "zeros_like", "ones_like", "full_like",
-    "lift_fresh_copy", "getitem", "view", "reshape", "_unsafe_view", "transpose", "permute",
-    "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as", "broadcast_to",
-    "flatten", "unflatten", "t", "movedim", "add_",
-    "mul_", "div_", "sub_", "clamp_", "clamp_min_", "clamp_max_", "silu_", "relu_", "bitwise_not",
-    "isfinite", "nan_to_num", "__or__", "__and__", "bitwise_or",
-    "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
-    "polar", "view_as_complex", "view_as_real", "deepstack",
+RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))
+_WHOLE = RESHAPES | frozenset((
+    "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "flatten",
+    "unflatten", "movedim", "alias", "detach", "contiguous", "clone", "t", "getitem",
 ))
 # No arithmetic, only other positions.
-MOVES = frozenset((
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "alias", "detach",
-    "contiguous", "clone", "t",
+MOVES = _WHOLE | {"narrow", "slice", "select", "cat"}
+_PLAIN = _WHOLE | frozenset((
+    "to", "type_as", "_to_copy", "view_as", "reshape_as", "view_as_complex", "view_as_real", "dropout",
+    "relu6", "hardswish", "isfinite", "polar", "__or__", "__and__", "lift_fresh_copy", "masked_fill_", "fill",
+    "fill_", "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_zeros", "new_ones",
+    "new_full", "deepstack",
 ))
 SPLITS = frozenset(("split", "split_with_sizes", "chunk"))
 _OVER_DIMS = frozenset((
@@ -64,6 +55,18 @@ def name_of(node: fx.Node) -> str:
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return str(getattr(packet, "__name__", getattr(target, "__name__", target)))
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return True if torch says of an overload of the operator that it computes single elements."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    overloads = () if packet is None else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Return True for an operator on single elements, or without arithmetic."""
+    return is_pointwise(node) or name_of(node) in _PLAIN
 
 
 def is_value(node: fx.Node) -> bool:
@@ -116,7 +119,7 @@ def check_rows(graph: fx.Graph) -> None:
         given = [each for each in node.all_input_nodes if row_dim(each) is not None]
         name = name_of(node)
         row_dim(node)
-        if name == "attention" or not given or name in ELEMENTWISE:
+        if name == "attention" or not given or is_plain(node):
             continue
         if name in ROW_DIMS:
             keeps_rows = all(row_dim(each) == ROW_DIMS[name] for each in given)

@@ -25,6 +25,7 @@ from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
+from neo_desktop.models.traced.patterns import fused_pieces
 from neo_desktop.models.traced.places import NotRowsError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
@@ -50,7 +51,6 @@ class TracedStages(Stages):
         self.has_head = True
         self.moe_layers = {}
         self._reduce = None
-        self._weights = decoder
         self._rounds = any(
             isinstance(linear, Quantised | QuantisedOnGPU)
             or (isinstance(linear, OffloadedLinear) and linear.takes_stored)
@@ -64,17 +64,16 @@ class TracedStages(Stages):
             raise cannot_cut(config.source, config, error) from None
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         self._operators = operators or on_cpu
-        builder = Builder(graph, found, decoder, self._operators)
-        self._rotate, every = builder.rotation(), range(len(found.pieces))
-        pieces = [builder.piece(index) for index in every]
+        builder, count = Builder(graph, found, decoder, self._operators), len(found.pieces)
         self._rows: dict[int, RowStage] = {}  # stage index -> its program, on a CPU, if it can be lowered
-        if not self._takes_operators(builder, pieces):
+        pieces = self._with_operators(builder, count)
+        if pieces is None:
             logger.warning(
                 "%s: fused operators compute other numbers than its code: it runs slower without them",
                 config.architecture,
             )
-            self._rotate = builder.rotation(is_plain=True)
-            pieces = [builder.piece(index, is_plain=True) for index in every]
+            self._rotate = builder.rotation()
+            pieces = [builder.piece(index) for index in range(count)]
             self._use(pieces, with_programs=False)
         self._head = builder.head()
         self.ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
@@ -104,49 +103,41 @@ class TracedStages(Stages):
         stages: TracedStages = decoder.stages
         return stages
 
-    def _takes_operators(self, builder: Builder, pieces: list[fx.GraphModule]) -> bool:
-        """Use the pieces with fused operators; return True if they compute the right numbers."""
+    def _with_operators(self, builder: Builder, count: int) -> list[fx.GraphModule] | None:
+        """Use fused operators, and return the pieces; None: they compute other numbers."""
         try:
+            pieces, sines = fused_pieces(builder, count, self._operators, self.decoder.dtype)
+            self._rotate = builder.rotation(sines)
             self._use(pieces)
-            return self._is_right(builder)
+            return pieces if self._is_right(builder, pieces) else None
         except Exception as error:  # any exception: the plain pieces use torch alone
             logger.debug("operators fail (%s: %s)", type(error).__name__, error)
-            return False
+            return None
 
-    def _is_right(self, builder: Builder) -> bool:
-        """Check that a piece per kind computes the same numbers plain, with operators and as a program."""
+    def _is_right(self, builder: Builder, pieces: list[fx.GraphModule]) -> bool:
+        """Check that a piece per kind computes the numbers of the original code."""
         decoder, config, rows = self.decoder, self.config, CHECKED_ROWS
         generator = torch.Generator().manual_seed(0)
         positions = torch.arange(1, rows + 1, device=decoder.device)
         of = config, rows, decoder.dtype, decoder.device
-        states = [State.empty(*of, Scratch.empty(*of)) for _ in range(3)]
-        codes = builder.rotation(is_plain=True), self._rotate, self._rotate
-        seen = set()
-        for index in range(len(self._pieces)):
-            kind = builder.kind(index + 1), index in self._rows
+        theirs, ours = (State.empty(*of, Scratch.empty(*of)) for _ in range(2))
+        plain_rotation, seen = builder.rotation(), set()
+        for index, piece in enumerate(pieces[1:]):
+            kind = _kind(piece), index in self._rows
             if kind in seen:
                 continue
             seen.add(kind)
             memory = torch.randn(rows, config.carried_width, generator=generator)
             attended = torch.randn(rows, config.num_heads, config.head_dim, generator=generator)
-            for state, rotate in zip(states, codes, strict=True):
+            for state, rotate in ((theirs, plain_rotation), (ours, self._rotate)):
                 state.residual.copy_(memory)
                 state.attention.copy_(attended)
                 _rotated(rotate, positions, state.cos[:, 0])
-            plain: Code = builder.piece(index + 1, is_plain=True).forward
-            theirs, ours, program = states
-            for code, state in ((plain, theirs), (self._pieces[index], ours)):
-                self._hand_on(code(*self._given(state)), index, state)
-            checked = [ours]
-            if index in self._rows:
-                self._rows[index].run(program, self._recurrent(program))
-                checked.append(program)
+            plain: Code = builder.piece(index + 1).forward
+            self._hand_on(plain(*self._given(theirs)), index, theirs)
+            self.advance(index, ours)
             names = ("x",) if index == len(self._pieces) - 1 else ("residual", "qkv")
-            if not all(
-                self._are_close(getattr(state, name), getattr(theirs, name))
-                for state in checked
-                for name in names
-            ):
+            if not all(self._are_close(getattr(ours, name), getattr(theirs, name)) for name in names):
                 return False
         return True
 
@@ -279,6 +270,16 @@ class _Rooms:
             self._kept.append((x, out))
         x, out = self._kept[-1]
         return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
+
+
+def _kind(piece: fx.GraphModule) -> tuple[str, ...]:
+    """Return the names of a piece's operators."""
+    modules = dict(piece.named_modules())
+    return tuple(
+        type(modules[str(node.target)]).__name__ if node.op == "call_module" else name_of(node)
+        for node in piece.graph.nodes
+        if node.op != "get_attr"
+    )
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:

@@ -247,7 +247,7 @@ def test_an_operator_that_fails_is_not_used(
 
     path = save(tmp_path / "model", "olmo2", {"num_hidden_layers": 1})
     if part == "patterns":
-        monkeypatch.setattr(patterns.Finder, "gate", fails)
+        monkeypatch.setattr(patterns.Fusion, "run", fails)
     elif part == "lowered":
         monkeypatch.setattr(stages, "lowered", fails)
     else:

@@ -19,8 +19,8 @@ from neo_desktop.models.traced.stages import TracedStages
 
 CPU = torch.device("cpu")
 WHOLLY = (
-    "opt", "gemma2", "gemma3", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel", "gpt-neox",
-    "starcoder2", "falcon", "falcon-grouped",
+    "opt", "gemma2", "gemma3", "gemma4", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel",
+    "gpt-neox", "starcoder2", "falcon", "falcon-grouped",
     "qwen3.5", "olmo-hybrid", "lfm2", "nemotron-h", "granite-4-h", "falcon-h1",
 )  # fmt: skip
 OF_CODE = "apertus", "cohere2", "deepseek-v3"  # their layers have operations without a step
@@ -104,7 +104,7 @@ def test_a_program_that_computes_something_else_is_not_used(
 
 def test_addresses_follow_views_and_slices() -> None:
     """Parts of a matmul's heads are concatenated in reverse order."""
-    qkv = Value.new(3, (1, 48), 1, torch.float32, 0)
+    qkv = Value.new(3, (1, 48), 1, torch.float32)
     heads = qkv.at.narrow(-1, 0, 32).reshape(1, 5, 2, 16).transpose(1, 2)
     assert row_dim(heads) == 2
     columns = grouped(of_row(heads[..., 4:12]), 8)
@@ -122,7 +122,7 @@ def test_addresses_follow_views_and_slices() -> None:
 
 
 def test_rows_that_meet_are_refused() -> None:
-    x = Value.new(0, (4,), 0, torch.float32, 0)
+    x = Value.new(0, (4,), 0, torch.float32)
     with pytest.raises(NotRowsError):
         of_row(x.at.flip(0))
     with pytest.raises(NotRowsError):

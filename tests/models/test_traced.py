@@ -14,6 +14,7 @@ from cost_models import machine
 from dense_model import logits_of_all
 from quantised_folders import Tensors, awq, fp8, gptq, grid, quantise
 from safetensors.torch import save_file
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_models import FAMILIES, SIZES, save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -34,7 +35,9 @@ from neo_desktop.models.operators import Store
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.stored_form import stored_form
-from neo_desktop.models.traced import fused, patterns
+from neo_desktop.models.traced import fused
+from neo_desktop.models.traced import stages as traced_stages
+from neo_desktop.models.traced.builder import Builder
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.sizes import Source
@@ -76,11 +79,12 @@ def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], f
 
 
 PATTERNS = {
-    "llama": {"sum and norm": 2, "Gate": 1, "Rope": 2},
-    "qwen3": {"sum and norm": 2, "Gate": 1, "Rope": 2},
-    "phi3": {"sum and norm": 2, "Gate": 1, "Rope": 2},
-    "olmo2": {"Norm": 4, "Gate": 1, "Rope": 2},
-    "gemma3": {"Norm": 6, "Rope": 2},
+    "llama": {"AddRMSNorm": 2, "Gate": 1, "Rope": 2},
+    "qwen3": {"AddRMSNorm": 2, "Gate": 1, "Rope": 2},
+    "phi3": {"AddRMSNorm": 2, "Gate": 1, "Rope": 2},
+    "olmo2": {"RMSNorm": 4, "Gate": 1, "Rope": 2},
+    "gemma3": {"RMSNorm": 6, "Rope": 2},
+    "gemma4": {"RMSNorm": 7, "Rope": 2},
 }
 
 
@@ -92,30 +96,29 @@ def test_operators_compute_what_they_take_the_place_of(
     """Scores agree with the original code's; patterns are counted in the second layer."""
     path = folders[family]
     token_ids = torch.randint(0, 300, (9,), generator=torch.Generator().manual_seed(0))
-    found: list[list[patterns.Pattern]] = []
+    found = Counter[str]()
+    fuse = traced_stages.fused_pieces
 
-    find_patterns = patterns.Finder.patterns
+    def recorded(*given: Any) -> tuple[list[fx.GraphModule], set[fx.Node]]:
+        pieces, sines = fuse(*given)
+        found.update(type(each).__name__ for each in pieces[2].children())
+        return pieces, sines
 
-    def recorded(finder: patterns.Finder) -> list[patterns.Pattern]:
-        found.append(find_patterns(finder))
-        return found[-1]
+    def plain(builder: Builder, count: int, *_: Any) -> tuple[list[fx.GraphModule], set[fx.Node]]:
+        return [builder.piece(index) for index in range(count)], set()
 
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
         scores = []
-        for find in (recorded, lambda *_: []):
+        for pieces_of in (recorded, plain):
             found.clear()
-            monkeypatch.setattr(patterns.Finder, "patterns", find)
+            monkeypatch.setattr(traced_stages, "fused_pieces", pieces_of)
             decoder = load_model(open_checkpoint(path), read_traced(path), dtype=dtype, device=CPU)
             stages = stages_of(decoder, None)
-            if find is recorded and dtype is torch.bfloat16:
-                kinds = [
-                    "sum and norm" if getattr(each, "total", None) else type(each).__name__
-                    for each in found[2]
-                ]
-                assert Counter(kinds) == PATTERNS[family]
+            if pieces_of is recorded and dtype is torch.bfloat16:
+                assert PATTERNS[family] == {name: found[name] for name in PATTERNS[family]}
             scores.append(logits_of_all(decoder, token_ids, stages=stages).double())
-        ours, plain = scores
-        assert torch.linalg.vector_norm(ours - plain) <= bound * torch.linalg.vector_norm(plain)
+        ours, of_code = scores
+        assert torch.linalg.vector_norm(ours - of_code) <= bound * torch.linalg.vector_norm(of_code)
 
 
 class CountedKernels(TorchDispatchMode):

@@ -148,6 +148,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", EXPERTS | LATENT | {"n_group": 1, "topk_group": 1}),
     # Router biases in float32 in checkpoints.
     "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
+    # Shared experts beside routed ones; gated attention.
+    "afmoe": ("afmoe", EXPERTS | {"moe_intermediate_size": 128, "num_experts": 8, "head_dim": 16}),
+    "bitnet": ("bitnet", {}),  # a norm between attention and the output matmul
+    "glm4": ("glm4", {"head_dim": 16}),  # rotates only a part of a head, in adjacent pairs
+    "gpt-bigcode": ("gpt_bigcode", {"n_inner": 96}),  # one key-value head; learned positions
+    "nemotron": ("nemotron", {"head_dim": 16}),  # norms add one to their weights
 }
 
 
