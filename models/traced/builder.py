@@ -239,6 +239,9 @@ class Builder:
     ) -> None:
         """Copy nodes; call the decoder's matrices for their matmuls, and operators for patterns."""
         fused: dict[int, Any] = {}
+        # A layer of multi-token prediction has given hidden states, never given embeddings.
+        has_given = not self._decoder.config.source.predicts
+        embeddings = self._cut.pieces[0].carried[:1] if has_given else ()
         covered = {node for each in patterns for node in each.covered}
         starts = {next(node for node in nodes if node in each.covered): each for each in patterns}
 
@@ -294,7 +297,7 @@ class Builder:
                 copied.args = self._here(copied.args)
                 copied.kwargs = self._here(copied.kwargs)
                 known[node] = copied
-            if node in self._cut.pieces[0].carried[:1]:  # the embeddings
+            if node in embeddings:
                 given = self._attribute("given", Given(self._decoder))
                 known[node] = graph.call_module(given, (known[node],))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
-from neo_desktop.models.traced import deepstack
+from neo_desktop.models.traced import deepstack, predicting
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -63,6 +63,8 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     with quiet():
         try:
             config = source.config()
+            if source.predicts:
+                config = predicting.config_of_layer(config)
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
                 known: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
@@ -90,6 +92,8 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         module = model.get_submodule(path)
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     deepstack.add_to(model)
+    if source.predicts:
+        predicting.add_to(model)
     return model.eval()
 
 

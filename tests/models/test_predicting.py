@@ -1,0 +1,35 @@
+"""Layers of multi-token prediction: the numbers of a reference in torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from predicting_models import save_predicting
+
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.registry import load_model, load_prediction, open_prediction, stages_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3"]
+)
+def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Path) -> None:
+    reference = save_predicting(tmp_path, family)
+    checkpoint = open_checkpoint(tmp_path)
+    config = checkpoint.config()
+    main = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+    found = open_prediction(checkpoint, config)
+    assert found is not None
+    layer = load_prediction(*found, main)
+    assert layer.embedding is main.embedding
+    tokens = torch.randint(3, 300, (30,), generator=torch.Generator().manual_seed(1))
+    hidden = reference.hidden(tokens[:-1])
+    expected, _ = reference.predict(tokens[1:], hidden)
+    layer.given = torch.arange(29), hidden
+    logits = logits_of_all(layer, tokens[1:], stages=stages_of(layer, None))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-3)
