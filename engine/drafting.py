@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.cuda.errors import is_short_of_memory
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.kv.cache import KVCache
@@ -29,6 +30,7 @@ from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.speculate.draft_model import DraftModel
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import WeightFormat
 
@@ -54,6 +56,7 @@ class Drafting:
         self._executor: Executor | None = None  # of the drafter
         checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
+        self._what = f"the draft model {checkpoint.name}"
         if checkpoint.config().state_bytes:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
@@ -75,7 +78,7 @@ class Drafting:
             try:
                 self._load(device, config.vocab_size)
                 taken = free.device_bytes - FreeMemory.now(device).device_bytes
-                options = self._charged("gpu_memory_gib", taken)
+                options = charged(self.options, "gpu_memory_gib", taken, self._what)
                 if plan(options) is None:
                     self.options = options
                     logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
@@ -86,9 +89,13 @@ class Drafting:
             self.drafter = None  # the model and the draft model do not fit together
             self._release()
         taken = self._load(HOST, config.vocab_size)
-        self.options = self._charged("cpu_memory_gib", taken)
+        self.options = charged(self.options, "cpu_memory_gib", taken, self._what)
         logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
         return plan(self.options)
+
+    def attach(self, _: LoadedModel) -> DraftModel | None:
+        """Return the drafter, once the model is loaded."""
+        return self.drafter
 
     def close(self) -> None:
         """End the draft model's threads and drop its memory; may be called again."""
@@ -102,22 +109,6 @@ class Drafting:
             self._executor.close()
             self._executor = None
         return_memory()
-
-    def _charged(self, cap: str, taken: int) -> EngineOptions:
-        """Return the options with a limit on memory that is lower by the draft model's bytes.
-
-        Raises:
-            MemoryError: the draft model takes more than the limit.
-        """
-        gib = getattr(self.options, cap)
-        if gib is None:
-            return self.options
-        if gib <= taken / GIB:
-            raise MemoryError(
-                f"the draft model takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or "
-                "choose a smaller draft model"
-            )
-        return replace(self.options, **{cap: gib - taken / GIB})
 
     def _load(self, device: torch.device, vocab_size: int) -> int:
         """Load the draft model on a device, and measure it; return the bytes of its KV."""
@@ -137,7 +128,8 @@ class Drafting:
         )
         loaded = load(options)
         decoder, config = loaded.decoder, loaded.config
-        pool = _pool(loaded, options)
+        num_blocks = num_kv_blocks(config, decoder.dtype, room_for_kv(options, decoder.device))
+        pool = kv_pool(decoder, loaded.streams, num_blocks)
         max_tokens = MAX_BATCH_TOKENS[device.type]
         self._executor = executor = build_executor(
             decoder, KVStorage({KVTier.DEVICE: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
@@ -155,18 +147,44 @@ class Drafting:
         return sum(part.nbytes for part in pool.parts)
 
 
-def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
-    """Return the KV of a draft model. Its memory is written once, so that it does not count as free."""
-    decoder, config = loaded.decoder, loaded.config
-    cap = options.gpu_memory_bytes if decoder.device.type == "cuda" else options.cpu_memory_bytes
-    free = FreeMemory.now(decoder.device).device_bytes
-    room = int(KV_SHARE * (free if cap is None else min(free, cap)))
-    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
+def room_for_kv(options: EngineOptions, device: torch.device) -> int:
+    """Return the bytes that a drafter's KV may take on a device."""
+    cap = options.gpu_memory_bytes if device.type == "cuda" else options.cpu_memory_bytes
+    free = FreeMemory.now(device).device_bytes
+    return int(KV_SHARE * (free if cap is None else min(free, cap)))
+
+
+def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, room: int) -> int:
+    """Return the KV blocks of a drafter; `room`: bytes, see `room_for_kv`."""
+    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
     run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
-    num_blocks = BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
-    with loaded.streams.on_device():
-        pool = make_pool(KVTier.DEVICE, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
+    return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
+
+
+def kv_pool(decoder: Decoder, streams: Streams, num_blocks: int) -> KVPool:
+    """Return the KV of a drafter. Its memory is written once, so that it does not count as free."""
+    with streams.on_device():
+        pool = make_pool(
+            KVTier.DEVICE, decoder.config, num_blocks, decoder.dtype, decoder.device, decoder.sinks
+        )
         for part in pool.parts:
             part.zero_()
     return pool
+
+
+def charged(options: EngineOptions, cap: str, taken: int, what: str) -> EngineOptions:
+    """Return the options with a limit on memory that is lower by a drafter's bytes.
+
+    Raises:
+        MemoryError: the drafter takes more than the limit.
+    """
+    gib = getattr(options, cap)
+    if gib is None:
+        return options
+    if gib <= taken / GIB:
+        raise MemoryError(
+            f"{what} takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or choose "
+            "a smaller draft model or speculate 'ngram'"
+        )
+    return replace(options, **{cap: gib - taken / GIB})

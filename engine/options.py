@@ -247,8 +247,9 @@ class EngineOptions:
     speculate: str = option(
         "auto",
         "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
-        "texts stay the same. Sources: the request's text (ngram), --draft-model (draft), both (auto).",
-        fixed_choices=("auto", "off", "ngram", "draft"),
+        "texts stay the same. Sources: the request's text (ngram); the model's layer of multi-token "
+        "prediction (mtp); --draft-model (draft); all that there are (auto).",
+        fixed_choices=("auto", "off", "ngram", "mtp", "draft"),
     )
     draft_model: Path | None = option(
         None,

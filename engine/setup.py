@@ -32,6 +32,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.mtp import MtpDrafting
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -73,7 +74,7 @@ class EngineParts:
     num_blocks: dict[KVTier, int]  # of the requested tiers, and of workers
     storage: KVStorage
     speculate: str = "auto"  # see `EngineOptions`
-    drafter: ModelDrafter | None = None  # None: no draft model
+    drafter: ModelDrafter | None = None  # None: no draft model, and no layer of multi-token prediction
     leader: Driver | None = None  # of the other ranks; None: a single rank
     workers: Workers | None = None  # attention workers; None: no workers
     resources: ExitStack = field(default_factory=ExitStack)  # closes workers and other ranks
@@ -102,14 +103,13 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        drafting, plan, drafter = None, None, None
-        if options.draft_model is not None:
-            drafting = Drafting(options)
-            resources.callback(drafting.close)
-            plan = drafting.plan
-        loaded = load(options, progress, plan=plan, rank=ALONE if leader is None else leader.rank)
+        drafting = MtpDrafting.of(options) if options.draft_model is None else Drafting(options)
         if drafting is not None:
-            options, drafter = drafting.options, drafting.drafter
+            resources.callback(drafting.close)
+        plan = None if drafting is None else drafting.plan
+        loaded = load(options, progress, plan=plan, rank=ALONE if leader is None else leader.rank)
+        drafter = None if drafting is None else drafting.attach(loaded)
+        options = options if drafting is None else drafting.options
         parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)

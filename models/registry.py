@@ -3,6 +3,7 @@ tests.
 """
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -17,8 +18,8 @@ from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
-from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
@@ -70,16 +71,17 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     return weights
 
 
-def open_prediction(checkpoint: Checkpoint, config: ModelConfig) -> tuple[TracedConfig, Weights] | None:
-    """Return the configuration and weights of a model's layer of multi-token prediction; None: it has none.
+def open_prediction(
+    checkpoint: Checkpoint, config: TracedConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[TracedConfig, Weights]:
+    """Return the configuration and weights of a model's layer of multi-token prediction.
+
+    Args:
+        config: of the model.
+        tensors: `Weights.predicting` of the checked model.
 
     Raises ModelError if the layer cannot be used.
     """
-    tensors = check_model(checkpoint, config).predicting
-    if not tensors:
-        return None
-    if not isinstance(config, TracedConfig):
-        raise ModelError(f"layers of multi-token prediction are not supported for {config.architecture}.")
     own, weights = checkpoint.prediction(config, tensors)
     spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(spec)}

@@ -322,7 +322,7 @@ def decode_slot(sequence: ScheduledSequence, block_size: int) -> int:
 
 def num_last_rows(sequence: ScheduledSequence) -> int:
     """Return the number of a sequence's tokens that need a hidden state after the last layer."""
-    return sequence.num_pooled or int(sequence.sampling is not None)
+    return max(sequence.num_pooled, sequence.num_hidden, int(sequence.sampling is not None))
 
 
 def _pools(plan: IterationPlan) -> bool:

@@ -1,4 +1,4 @@
-"""The outputs of an iteration: tokens for its sequences, and sums of their hidden states."""
+"""The outputs of an iteration: tokens for its sequences, and their hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +35,10 @@ class Asked:
         """The sampling of its token; None: no token is requested."""
         return self.sequence.sampling
 
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self.num_rows - 1
+
 
 class Outputs:
     """The requested outputs of an iteration.
@@ -48,13 +52,15 @@ class Outputs:
     def __init__(
         self, asked: Sequence[Asked], stages: Stages, workspace: Workspace, chosen_rows: int | None
     ) -> None:
-        self._sampled = [(each.first_row, each.sampling) for each in asked if each.sampling is not None]
+        self._sampled = [(each.last_row, each.sampling) for each in asked if each.sampling is not None]
         self._names = [each.sequence.request_id for each in asked if each.sampling is not None]
         self._pooled = [each for each in asked if each.sequence.num_pooled]
+        self._shown = [each for each in asked if each.sequence.num_hidden]
         self._stages = stages
         self._workspace = workspace
         self._tokens: Callable[[], Sequence[SampledToken | None]] = tuple
         self._sums: Callable[[], Mapping[str, FloatArray]] = dict
+        self._hidden: Callable[[], Mapping[str, FloatArray]] = dict
         # Use the graph's tokens if every sequence samples greedily; else sample from the logits.
         self._chosen_rows = chosen_rows
         if not all(is_plain(sampling) for _, sampling in self._sampled):
@@ -66,8 +72,8 @@ class Outputs:
 
     @property
     def count(self) -> int:
-        """Number of requested tokens and sums."""
-        return len(self._sampled) + len(self._pooled)
+        """Number of requested outputs."""
+        return len(self._sampled) + len(self._pooled) + len(self._shown)
 
     def start(self, states: Tensor | None) -> None:
         """Queue the computation of tokens and sums on the device after the layers, without waiting.
@@ -75,12 +81,15 @@ class Outputs:
         Args:
             states: [rows, hidden], the requested last hidden states; None: the graph has chosen tokens.
         """
+        if self._shown:
+            self._start_hidden(self._workspace.last_hidden if states is None else states)
         if states is None:
             self._start_from_graph()
             return
         rows = [row for row, _ in self._sampled]
         if self._pooled:
             self._start_sums(states)
+        if len(rows) < len(states):
             states = states[upload(rows, torch.int64, states.device)]
         if rows:
             vocab_size = self._stages.decoder.config.vocab_size
@@ -109,6 +118,7 @@ class Outputs:
                 if len(tokens) > 1
             },
             pooled=sums,
+            hidden=self._hidden(),
             timing=timing,
         )
 
@@ -141,6 +151,19 @@ class Outputs:
         if self.rows_of_tokens:
             self._workspace.keep_tokens(token_ids)
 
+    def _start_hidden(self, states: Tensor) -> None:
+        rows = [row for each in self._shown for row in _shown_rows(each)]
+        arrived = download(states[upload(rows, torch.int64, states.device)])
+
+        def read() -> Mapping[str, FloatArray]:
+            found: dict[str, list[FloatArray]] = {}
+            parts = arrived().float().split([len(_shown_rows(each)) for each in self._shown])
+            for each, part in zip(self._shown, parts, strict=True):
+                found.setdefault(each.sequence.request_id, []).append(part.numpy())
+            return {request_id: np.concatenate(each) for request_id, each in found.items()}
+
+        self._hidden = read
+
     def _start_sums(self, states: Tensor) -> None:
         totals = [
             states[each.first_row : each.first_row + each.num_rows].float().sum(dim=0)
@@ -149,3 +172,8 @@ class Outputs:
         arrived = download(torch.stack(totals))
         names = [each.sequence.request_id for each in self._pooled]
         self._sums = lambda: dict(zip(names, arrived().numpy(), strict=True))
+
+
+def _shown_rows(asked: Asked) -> range:
+    """Return the rows whose hidden states are requested one by one."""
+    return range(asked.last_row + 1 - asked.sequence.num_hidden, asked.last_row + 1)

@@ -83,9 +83,7 @@ class GGUFCheckpoint:
         names = tensor_names(self.files, self.config())
         return Weights(self.path, "metadata", names.tensors(self.files))
 
-    def prediction(
-        self, config: TracedConfig, _: Mapping[str, StoredTensor]
-    ) -> tuple[TracedConfig, Weights]:
+    def prediction(self, config: TracedConfig, _: Mapping[str, StoredTensor]) -> tuple[TracedConfig, Weights]:
         """Return the configuration and tensors of the model's first layer of multi-token prediction."""
         own = read_prediction(self.files, config)
         return own, Weights(self.path, "metadata", tensor_names(self.files, own).tensors(self.files))

@@ -44,7 +44,9 @@ class TracedDecoder(Decoder):
         self.device = device
         self.spec = of_model
         rows, columns = of_model.parameters[of_model.embedding]
-        self.embedding = empty_embedding(form, rows, columns, dtype, device) if main is None else main.embedding
+        self.embedding = (
+            empty_embedding(form, rows, columns, dtype, device) if main is None else main.embedding
+        )
         self.lm_head: Linear = self.embedding
         self.tensors = {
             name: torch.empty(shape, dtype=torch.float32 if name in of_model.wide else dtype, device=device)

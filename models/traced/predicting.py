@@ -6,8 +6,8 @@ after both:
     x = eh_proj(concat(enorm(embedding), hnorm(hidden state)))
     hidden state = final norm(layer(x))
 
-Embedding and output head are the main model's. The layer is the family's decoder layer, so its code is that of
-a model of transformers with one layer, whose embeddings are combined with given hidden states.
+Embedding and output head are the main model's. The layer is the family's decoder layer, so its code is that
+of a model of transformers with one layer, whose embeddings are combined with given hidden states.
 """
 
 import re

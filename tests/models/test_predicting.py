@@ -8,7 +8,8 @@ from dense_model import logits_of_all
 from predicting_models import save_predicting
 
 from neo_desktop.models.checkpoint import open_checkpoint
-from neo_desktop.models.registry import load_model, load_prediction, open_prediction, stages_of
+from neo_desktop.models.registry import check_model, load_model, load_prediction, open_prediction, stages_of
+from neo_desktop.models.traced.config import TracedConfig
 
 CPU = torch.device("cpu")
 
@@ -22,9 +23,9 @@ def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path)
     config = checkpoint.config()
     main = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
-    found = open_prediction(checkpoint, config)
-    assert found is not None
-    layer = load_prediction(*found, main)
+    assert isinstance(config, TracedConfig)
+    tensors = check_model(checkpoint, config).predicting
+    layer = load_prediction(*open_prediction(checkpoint, config, tensors), main)
     assert layer.embedding is main.embedding
     tokens = torch.randint(3, 300, (30,), generator=torch.Generator().manual_seed(1))
     hidden = reference.hidden(tokens[:-1])

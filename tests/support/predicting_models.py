@@ -97,5 +97,3 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
         norm.weight.data.copy_(own[name])
         norms.append(norm)
     return Reference(main, one_layer, *norms, own["eh_proj"])
-
-
