@@ -281,7 +281,6 @@ class EngineOptions:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.workers is not None:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
-
         if self.speculate == "draft" and self.draft_model is None:
             raise ValueError("speculate 'draft' needs a draft_model: name a small model, or choose 'auto'")
         others = {

@@ -152,12 +152,13 @@ class Outputs:
             self._workspace.keep_tokens(token_ids)
 
     def _start_hidden(self, states: Tensor) -> None:
-        rows = [row for each in self._shown for row in _shown_rows(each)]
+        ends = [(each.last_row + 1, each.sequence.num_hidden) for each in self._shown]
+        rows = [row for end, count in ends for row in range(end - count, end)]
         arrived = download(states[upload(rows, torch.int64, states.device)])
 
         def read() -> Mapping[str, FloatArray]:
             found: dict[str, list[FloatArray]] = {}
-            parts = arrived().float().split([len(_shown_rows(each)) for each in self._shown])
+            parts = torch.split(arrived().float(), [count for _, count in ends])
             for each, part in zip(self._shown, parts, strict=True):
                 found.setdefault(each.sequence.request_id, []).append(part.numpy())
             return {request_id: np.concatenate(each) for request_id, each in found.items()}
@@ -172,8 +173,3 @@ class Outputs:
         arrived = download(torch.stack(totals))
         names = [each.sequence.request_id for each in self._pooled]
         self._sums = lambda: dict(zip(names, arrived().numpy(), strict=True))
-
-
-def _shown_rows(asked: Asked) -> range:
-    """Return the rows whose hidden states are requested one by one."""
-    return range(asked.last_row + 1 - asked.sequence.num_hidden, asked.last_row + 1)

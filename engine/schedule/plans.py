@@ -55,6 +55,12 @@ class Scheduled(NamedTuple):
             request.num_computed_tokens += num_tokens - 1
         return num_tokens
 
+    def keep_hidden(self, kept: KeptStates | None, result: IterationResult) -> None:
+        """Keep the hidden states that the iteration computed for the request; None: none are kept."""
+        if kept is not None and self.sequence.num_hidden:
+            position = self.sequence.context_len - self.sequence.num_hidden
+            kept.keep(self.request, position, result.hidden[self.sequence.request_id])
+
     def take_back(self, states: StateCache | None) -> None:
         """Return the request to its state before the iteration."""
         request = self.request

@@ -230,8 +230,7 @@ class Scheduler(Generic[R]):
                 gained.append(request)
                 continue
             context_len, num_accepted = start + len(sequence.token_ids), 0
-            if self._kept is not None and sequence.num_hidden:
-                self._kept.keep(request, context_len - sequence.num_hidden, result.hidden[request_id])
+            scheduled.keep_hidden(self._kept, result)
             if sequence.num_pooled:
                 request.pool(result.pooled[request_id], is_first=start == 0)
             if sequence.sampling is not None:

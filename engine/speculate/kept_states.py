@@ -79,6 +79,11 @@ class KeptStates:
                 return 0
         return max(min(num_tokens, end - len(request.token_ids) + self._most_tokens), 0)
 
+    def stop(self) -> None:
+        """Drop all hidden states, and keep no more."""
+        self._most_requests = 0
+        self._runs.clear()
+
     def keep(self, request: Request, position: int, states: FloatArray) -> None:
         """Keep hidden states [tokens, hidden] of tokens from a position on."""
         name, run = request.request_id, self._runs.get(request.request_id)

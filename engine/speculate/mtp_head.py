@@ -66,6 +66,10 @@ class MtpHead(DraftModel):
             run.drop_before(run.origin + len(context.token_ids) - 1)
         return drafts
 
+    def close(self) -> None:
+        super().close()
+        self.kept.stop()
+
     def is_able(self, request: Request) -> bool:
         return self.kept.run_of(request) is not None and super().is_able(request)
 

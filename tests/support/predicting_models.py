@@ -97,3 +97,32 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
         norm.weight.data.copy_(own[name])
         norms.append(norm)
     return Reference(main, one_layer, *norms, own["eh_proj"])
+
+
+def save_chain(folder: Path, family: str, noise: float = 0.0) -> None:
+    """Write a checkpoint whose layer of multi-token prediction is nearly always right.
+
+    A token's embedding is a unit vector, and the model's head chooses the token that follows in a fixed order.
+    The layer ignores its token: it turns the last hidden state by one step in that order. So its drafts are
+    right if every hidden state is in its place.
+
+    Args:
+        noise: size of what the model's layers add to the embedding; with more, the layer is wrong more often.
+    """
+    reference = save_predicting(folder, family)
+    width, vocab = SIZES["hidden_size"], SIZES["vocab_size"]
+    names = names_of(family, reference.main.config.num_hidden_layers)
+    tensors = load_file(folder / "model.safetensors")
+    ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+    for name, value in tensors.items():
+        if name.endswith(ends):
+            value *= 0.0 if name.startswith(names["layer"]) else noise
+        elif name.endswith("norm.weight") and value.shape == (width,):
+            value.fill_(0.0 if family in IN_MODULE else 1.0)
+    next_of = torch.eye(width).roll(1, 0)  # turns a unit vector into the next one
+    embedding, head = torch.zeros(vocab, width), torch.zeros(vocab, width)
+    embedding[:] = torch.eye(width).repeat(vocab // width + 1, 1)[:vocab]
+    head[:width] = next_of
+    tensors["model.embed_tokens.weight"], tensors["lm_head.weight"] = embedding, head
+    tensors[f"{names['eh_proj']}.weight"] = torch.cat((torch.zeros(width, width), next_of), dim=1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
