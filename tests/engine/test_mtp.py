@@ -1,45 +1,177 @@
 """Drafts by a layer of multi-token prediction: right ones, and unchanged answers."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from checkpoints import save_checkpoint
 from cost_models import machine
-from predicting_models import save_chain, save_predicting
+from engine_fakes import make_request
+from hypothesis import given
+from hypothesis import strategies as st
+from predicting_models import Reference, save_chain, save_predicting
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv_tier import KVTier
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.request import Request
+from neo_desktop.engine.setup import set_up
+from neo_desktop.engine.speculate.kept_states import KeptStates
+from neo_desktop.models.json_file import ModelError
 
 COST = machine(cpu_token_ms=1e-6, offload_ms=0.0, token_ms=1e-6)
-PARAMS = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9] * 50, list(range(3, 93)), [9, 8] * 20]
+
+
+class Drafted(Engine):
+    """An engine whose layer drafts as if that took no time."""
+
+    @property
+    def head(self) -> Any:
+        speculation: Any = self._scheduler._speculation
+        return speculation.model
+
+    def answers(self, prompts: Sequence[list[int]] = PROMPTS) -> list[tuple[int, ...]]:
+        self.head.ms = lambda requests, width: 0.0
+        return tokens_of(self.generate(prompts, PARAMS))
+
+
+def open_engine(folder: Path, **options: Any) -> Drafted:
+    usual = {"device": "cpu", "dtype": "float32", "cost_model": COST, "speculate": "mtp"}
+    return Drafted.from_pretrained(folder, **(usual | {"cpu_cache_tokens": 2048} | options))
 
 
 def tokens_of(answers: list[Completion]) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in answers]
 
 
-def answered(folder: Path, **options: Any) -> tuple[list[tuple[int, ...]], Any]:
-    """Return the answers, and the statistics of drafts; drafting takes no time by the engine's prediction."""
-    given = {"device": "cpu", "dtype": "float32", "cost_model": COST, "cpu_cache_tokens": 2048}
-    with Engine.from_pretrained(folder, **(given | options)) as engine:
-        speculation: Any = engine._scheduler._speculation
-        if speculation is not None and speculation.model is not None:
-            speculation.model.ms = lambda requests, width: 0.0
-        answers = engine.generate(PROMPTS, PARAMS)
-        stats = engine.stats().speculative
-        if speculation is not None and speculation.model is not None:
-            speculation.model.draft_all([], 1)
-            assert speculation.model._kv.num_used_blocks(KVTier.DEVICE) == 0
-    return tokens_of(answers), stats
+def expected_drafts(reference: Reference, token_ids: Sequence[int], first: int, count: int) -> list[int]:
+    """Return the reference's greedy drafts.
+
+    Args:
+        first: position of the first token whose hidden state the layer reads.
+    """
+    hidden = reference.hidden(torch.tensor(token_ids[:-1]))[first:]
+    tokens = list(token_ids[first + 1 :])
+    for _ in range(count):
+        scores, states = reference.predict(torch.tensor(tokens), hidden)
+        tokens.append(int(scores[-1].argmax()))
+        hidden = torch.cat((hidden, states[-1:]))
+    return tokens[len(tokens) - count :]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3", "glm4-moe"])
+def test_drafts_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
+    """Prompts are computed in chunks; the answers repeat a prompt whose KV is reused."""
+    reference = save_predicting(tmp_path, family)
+    seen: list[tuple[list[int], int, list[int]]] = []
+    with open_engine(tmp_path, max_batch_tokens=32, max_batch_requests=4) as engine:
+        head = engine.head
+        draft_all = head.draft_all
+
+        def spy(requests: Sequence[Request], width: int) -> list[Sequence[int]]:
+            drafts: list[Sequence[int]] = draft_all(requests, width)
+            for request, draft in zip(requests, drafts, strict=True):
+                run = head.kept.run_of(request)
+                seen.append((list(request.token_ids), run.origin, list(draft)))
+            return drafts
+
+        head.draft_all = spy
+        engine.answers()
+        assert not any(origin for _, origin, _ in seen)
+        count = len(seen)
+        engine.answers(PROMPTS[2:3])
+        assert any(origin > 0 for _, origin, _ in seen[count:])
+    drafted = [each for each in seen if each[2]]
+    assert len(drafted) > 20
+    assert max(len(draft) for _, _, draft in drafted) > 2
+    for token_ids, origin, draft in drafted[::5]:
+        assert draft == expected_drafts(reference, token_ids, origin, len(draft))
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A hybrid whose layer is nearly always right, and its answers without drafts."""
+    folder = tmp_path_factory.mktemp("chain")
+    save_chain(folder, "qwen3.5", noise=0.04)
+    with Engine.from_pretrained(folder, device="cpu", dtype="float32", speculate="off") as engine:
+        return SimpleNamespace(folder=folder, answers=tokens_of(engine.generate(PROMPTS, PARAMS)))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("gpu-only", 160), ("fastdecode", 2048), ("neo", 160), ("auto", 2048)]
+)
+def test_answers_are_the_same_with_drafts_by_the_layer(
+    chain: SimpleNamespace, policy: str, tokens: int
+) -> None:
+    sizes = {"gpu_cache_tokens": tokens, "cpu_cache_tokens": tokens}
+    with open_engine(chain.folder, policy=policy, **sizes) as engine:
+        assert engine.answers() == chain.answers
+        stats = engine.stats()
+        assert stats.speculative is not None
+        assert 0 < stats.speculative.num_accepted_tokens < stats.speculative.num_drafted_tokens
+        if policy == "gpu-only":
+            assert stats.num_preemptions > 0
+        engine.head.draft_all([], 1)
+        assert engine.head._kv.num_used_blocks(KVTier.DEVICE) == 0
 
 
 def test_a_perfect_layer_is_always_right(tmp_path: Path) -> None:
     save_chain(tmp_path, "qwen3.5")
-    answers, stats = answered(tmp_path, speculate="mtp")
-    assert answers[0][:4] == (8, 9, 10, 11)
+    with open_engine(tmp_path, speculate="auto") as engine:
+        assert engine.answers()[0][:4] == (8, 9, 10, 11)
+        stats = engine.stats().speculative
+    assert stats is not None
     assert stats.num_drafted_tokens > 20
     assert stats.num_accepted_tokens == stats.num_drafted_tokens
+    parts = set_up(EngineOptions(model=tmp_path, device="cpu", speculate="ngram"))
+    with parts.resources:
+        assert parts.drafter is None
+
+
+def test_models_without_a_layer_are_refused(tmp_path: Path) -> None:
+    plain = save_checkpoint(tmp_path / "plain", "llama")
+    with pytest.raises(ModelError, match="has no layer of multi-token prediction"):
+        set_up(EngineOptions(model=plain, device="cpu", speculate="mtp"))
+    with pytest.raises(ValueError, match="does not go with shape"):
+        set_up(EngineOptions(shape="smollm2-135m", device="cpu", speculate="mtp"))
+
+
+@given(st.data())
+def test_hidden_states_that_are_kept_are_the_newest_ones(data: st.DataObject) -> None:
+    """A hidden state is its position here; a wrong one has a fraction."""
+    kept = KeptStates(2, most_tokens=8)
+    prompt = list(range(data.draw(st.integers(2, 30))))
+    request = make_request("r", prompt, SamplingParams(max_tokens=100))
+    position = data.draw(st.integers(0, len(prompt) - 1))  # those before have reused KV
+    while position < len(request.token_ids):
+        end = min(position + data.draw(st.integers(1, 12)), len(request.token_ids))
+        count = kept.wanted(request, end, end - position)
+        assert count <= 8
+        if count:
+            kept.keep(request, end - count, np.arange(end - count, end, dtype=np.float32)[:, None])
+        position = end
+    for _ in range(data.draw(st.integers(0, 40))):
+        run = kept.run_of(request)
+        assert run is not None
+        known = len(request.token_ids) - 1
+        assert 0 < known - run.first + 1 <= 17
+        assert run.between(run.first, known)[:, 0].tolist() == list(range(run.first, known))
+        if data.draw(st.booleans()):
+            run.drop_before(known - data.draw(st.integers(0, 1)))
+        right, wrong = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+        states = [*range(known, known + right), *(known + right + 0.5 for _ in range(wrong))]
+        kept.keep(request, known, np.array(states, np.float32)[:, None])
+        request.token_ids.extend(range(right))
+    others = [make_request(name, prompt, SamplingParams()) for name in "st"]
+    assert kept.wanted(others[0], len(prompt), 1) == 1
+    kept.keep(others[0], 0, np.zeros((1, 1), np.float32))
+    assert kept.wanted(others[1], len(prompt), 1) == 0
