@@ -189,7 +189,7 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        found, conversions = _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
+        found, conversions = _spec(model, calls, logits, source), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
     with quiet():
@@ -201,7 +201,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedSpec:
+def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -251,7 +251,10 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
-        carried_width=_carried_width(calls, last.weight.shape[1]) + deepstack.width_of(model.config),
+        carried_width=_carried_width(
+            calls, last.weight.shape[1], has_gates=bool(calls.states) or source.predicts
+        )
+        + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
@@ -266,21 +269,21 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
         moe_layers=moe_layers,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
-        most_tokens=_most_tokens(model.config, is_long=is_long),
+        most_tokens=_most_tokens(model.config, is_long=source.is_long),
     )
 
 
-def _carried_width(calls: Calls, hidden_size: int) -> int:
+def _carried_width(calls: Calls, hidden_size: int, *, has_gates: bool) -> int:
     """Return the most numbers per row that stages pass on.
 
     These are hidden states twice, rows of other embeddings, keys and values that several layers read, and
-    gates of attention's output, which only hybrids are known to have.
+    gates of attention's output, which only hybrids and their layers of prediction are known to have.
     """
     embeddings = [weight.shape[1] for weight in calls.looked_up]
     keys = [each.key for each in calls.attention]
     shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
     width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
-    width += calls.attention[0].heads * keys[0].shape[3] if calls.states else 0
+    width += calls.attention[0].heads * keys[0].shape[3] if has_gates else 0
     return width + sum(2 * key.shape[1] * key.shape[3] for key in shared.values())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_model import logits_of_all
-from predicting_models import save_predicting
+from predicting_models import Reference, save_predicting, write_predicting
 
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.registry import check_model, load_model, load_prediction, open_prediction, stages_of
@@ -14,13 +14,8 @@ from neo_desktop.models.traced.config import TracedConfig
 CPU = torch.device("cpu")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "family", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3"]
-)
-def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Path) -> None:
-    reference = save_predicting(tmp_path, family)
-    checkpoint = open_checkpoint(tmp_path)
+def assert_same_predictions(path: Path, reference: Reference) -> None:
+    checkpoint = open_checkpoint(path)
     config = checkpoint.config()
     main = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
     assert isinstance(config, TracedConfig)
@@ -34,3 +29,17 @@ def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Pat
     logits = logits_of_all(layer, tokens[1:], stages=stages_of(layer, None))
     assert expected.std() > 0.1
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "family", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3"]
+)
+def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Path) -> None:
+    assert_same_predictions(tmp_path, save_predicting(tmp_path, family))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 moe", "glm4 moe"])
+def test_a_layer_in_a_gguf_file_predicts_the_same(family: str, tmp_path: Path) -> None:
+    assert_same_predictions(*write_predicting(tmp_path, family))

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
+from gguf_hybrids import WRITTEN, write_hybrid
 from recurrent_models import RECURRENT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -91,12 +93,44 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
         stored[f"{names['layer']}.embed_tokens.weight"] = main.get_input_embeddings().weight.detach().clone()
         stored[f"{names['layer']}.shared_head.head.weight"] = main.lm_head.weight.detach().clone()
     save_file(tensors | stored, folder / "model.safetensors", {"format": "pt"})
-    norms = []
-    for name in ("enorm", "hnorm"):
-        norm = type(one_layer.model.norm)(hidden, eps=one_layer.config.rms_norm_eps)
-        norm.weight.data.copy_(own[name])
-        norms.append(norm)
+    norms = [norm_like(one_layer, own[name]) for name in ("enorm", "hnorm")]
     return Reference(main, one_layer, *norms, own["eh_proj"])
+
+
+def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
+    """Write a GGUF file with a layer of multi-token prediction, and return it with the reference."""
+    of_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    one_path, one_layer = write_hybrid(folder / "one", family, sizes=of_layer)
+    generator, hidden = torch.Generator().manual_seed(2), SIZES["hidden_size"]
+    own = {"eh_proj": torch.randn(hidden, 2 * hidden, generator=generator) * 0.2}
+    own |= {name: torch.rand(hidden, generator=generator) for name in ("enorm", "hnorm")}
+    is_shifted = family.startswith("qwen3.5")
+    settings = WRITTEN[family][2]
+    layers = settings.get("num_hidden_layers", SIZES["num_hidden_layers"])
+    stored = {f"blk.{layers}.nextn.{name}.weight": value + is_shifted for name, value in own.items()}
+    stored[f"blk.{layers}.nextn.eh_proj.weight"] = own["eh_proj"]
+    for tensor in gguf.GGUFReader(one_path).tensors:
+        value = torch.from_numpy(tensor.data.copy())
+        if tensor.name.startswith("blk.0."):
+            stored[tensor.name.replace("blk.0", f"blk.{layers}")] = value
+        elif tensor.name == "output_norm.weight":
+            stored[f"blk.{layers}.nextn.shared_head_norm.weight"] = value
+        elif tensor.name == "output.weight":
+            stored[f"blk.{layers}.nextn.shared_head_head.weight"] = value
+    metadata: dict[str, Any] = {"block_count": layers + 1, "nextn_predict_layers": 1}
+    if "layer_types" in settings:
+        kinds = [*settings["layer_types"], "full_attention"]
+        metadata["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
+    path, main = write_hybrid(folder, family, metadata=metadata, tensors=stored)
+    norms = [norm_like(one_layer, own[name]) for name in ("enorm", "hnorm")]
+    return path, Reference(main, one_layer, *norms, own["eh_proj"])
+
+
+def norm_like(model: Any, weight: Tensor) -> nn.Module:
+    """Return a norm of a model's kind with other weights."""
+    norm: nn.Module = type(model.model.norm)(len(weight), eps=model.config.rms_norm_eps)
+    norm.weight.data.copy_(weight)  # type: ignore[union-attr,operator]
+    return norm
 
 
 def save_chain(folder: Path, family: str, noise: float = 0.0) -> None:
