@@ -1,7 +1,7 @@
 """Sets up a model's own layer of multi-token prediction as its drafter.
 
-The layer is on the model's device, with the model's embedding and output head. Its memory is taken out of all
-plans before the model is loaded. If some weights of the model would have to leave the GPU for it, it is not
+The layer is on the model's device, with the model's embedding and output head. Plans of the model's weights
+leave room for it. If some weights of the model would have to leave the GPU for it, it is not
 used.
 """
 
@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.drafting import (
     MOST_REQUESTS,
     charged,
@@ -50,11 +51,9 @@ LIMITS = SchedulerLimits(MOST_TOKENS, MOST_REQUESTS)  # of the layer's iteration
 class MtpDrafting:
     """The layer of multi-token prediction of an engine's model; see `of`."""
 
-    def __init__(
-        self, options: EngineOptions, name: str, main: TracedConfig, config: TracedConfig, weights: Weights
-    ) -> None:
+    def __init__(self, options: EngineOptions, name: str, config: TracedConfig, weights: Weights) -> None:
         self.options = options  # for the model: the layer's memory does not count as free
-        self._name, self._main, self._config, self._weights = name, main, config, weights
+        self._name, self._config, self._weights = name, config, weights
         self._form: WeightFormat | None = None  # set by `plan`; None: the layer is not used
         self._num_blocks = 0
         self._executor: Executor | None = None
@@ -84,7 +83,7 @@ class MtpDrafting:
                 )
             return None
         try:
-            return cls(options, checkpoint.name, main, *open_prediction(checkpoint, main, tensors))
+            return cls(options, checkpoint.name, *open_prediction(checkpoint, main, tensors))
         except ModelError as error:
             if options.speculate == "mtp":
                 raise
@@ -120,27 +119,28 @@ class MtpDrafting:
         """Load the layer beside the loaded model, and measure it; None: it is not used.
 
         Raises:
-            ModelError: it cannot be used, and `speculate` is "mtp".
+            ModelError, MemoryError, RuntimeError: it cannot be used, and `speculate` is "mtp".
         """
         if self._form is None:
             return None
         try:
-            with loaded.streams.on_device():
-                decoder = load_prediction(self._config, self._weights, loaded.decoder, self._form)
-            pool = kv_pool(decoder, loaded.streams, self._num_blocks)
-            self._executor = executor = build_executor(
-                decoder,
-                KVStorage({KVTier.DEVICE: pool}),
-                LIMITS.max_batch_tokens,
-                LIMITS.max_batch_requests,
-                None,
-                loaded.streams,
-            )
-        except ModelError as error:
-            if self.options.speculate == "mtp":
+            return self._attach(loaded, self._form)
+        except (ModelError, MemoryError, RuntimeError) as error:
+            is_known = isinstance(error, ModelError) or is_short_of_memory(error)
+            if not is_known or self.options.speculate == "mtp":
                 raise
-            logger.warning("%s: its layer of multi-token prediction is not used: %s", self._name, error)
-            return None
+            why = str(error)
+        self.close()
+        logger.warning("%s: its layer of multi-token prediction is not used: %s", self._name, why)
+        return None
+
+    def _attach(self, loaded: LoadedModel, form: WeightFormat) -> MtpHead:
+        with loaded.streams.on_device():
+            decoder = load_prediction(self._config, self._weights, loaded.decoder, form)
+        pool = kv_pool(decoder, loaded.streams, self._num_blocks)
+        sizes = LIMITS.max_batch_tokens, LIMITS.max_batch_requests
+        storage = KVStorage({KVTier.DEVICE: pool})
+        self._executor = executor = build_executor(decoder, storage, *sizes, None, loaded.streams)
         head = MtpHead(
             executor.execute,
             KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
@@ -150,8 +150,8 @@ class MtpDrafting:
             max_tokens=LIMITS.max_batch_tokens,
             most_requests=LIMITS.max_batch_requests,
         )
-        gb = (own_bytes(self._config, decoder.dtype, self._form) + sum(p.nbytes for p in pool.parts)) / 1e9
-        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, gb)
+        taken = own_bytes(self._config, decoder.dtype, form) + sum(part.nbytes for part in pool.parts)
+        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, taken / 1e9)
         return head
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Reference:
 
         Args:
             token_ids: [n]
-            hidden: [n, hidden], of the token before each of them.
+            hidden: [n, hidden], of the preceding tokens.
         """
         with torch.no_grad():
             embedded = self.main.get_input_embeddings()(token_ids)
@@ -136,9 +136,9 @@ def norm_like(model: Any, weight: Tensor) -> nn.Module:
 def save_chain(folder: Path, family: str, noise: float = 0.0) -> None:
     """Write a checkpoint whose layer of multi-token prediction is nearly always right.
 
-    A token's embedding is a unit vector, and the model's head chooses the token that follows in a fixed order.
-    The layer ignores its token: it turns the last hidden state by one step in that order. So its drafts are
-    right if every hidden state is in its place.
+    A token's embedding is a unit vector, and the model's head chooses the token that follows in a fixed
+    order. The layer ignores its token: it turns the last hidden state by one step in that order. So its
+    drafts are right if every hidden state is in its place.
 
     Args:
         noise: size of what the model's layers add to the embedding; with more, the layer is wrong more often.
@@ -150,7 +150,7 @@ def save_chain(folder: Path, family: str, noise: float = 0.0) -> None:
     ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
     for name, value in tensors.items():
         if name.endswith(ends):
-            value *= 0.0 if name.startswith(names["layer"]) else noise
+            value.mul_(0.0 if name.startswith(names["layer"]) else noise)
         elif name.endswith("norm.weight") and value.shape == (width,):
             value.fill_(0.0 if family in IN_MODULE else 1.0)
     next_of = torch.eye(width).roll(1, 0)  # turns a unit vector into the next one
