@@ -18,7 +18,7 @@ from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, load, open_model
@@ -129,14 +129,14 @@ class Drafting:
         loaded = load(options)
         decoder, config = loaded.decoder, loaded.config
         num_blocks = num_kv_blocks(config, decoder.dtype, room_for_kv(options, decoder.device))
-        pool = kv_pool(decoder, loaded.streams, num_blocks)
+        storage, kv = kv_of(decoder, loaded.streams, num_blocks)
         max_tokens = MAX_BATCH_TOKENS[device.type]
         self._executor = executor = build_executor(
-            decoder, KVStorage({KVTier.DEVICE: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
+            decoder, storage, max_tokens, MOST_REQUESTS, None, loaded.streams
         )
         self.drafter = DraftModel(
             executor.execute,
-            KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
+            kv,
             self._release,
             max_context_tokens=config.max_context_tokens,
             own_vocab_size=config.vocab_size,
@@ -144,7 +144,7 @@ class Drafting:
             max_tokens=max_tokens,
             most_requests=MOST_REQUESTS,
         )
-        return sum(part.nbytes for part in pool.parts)
+        return num_blocks * kv_block_bytes(config, decoder.dtype)
 
 
 def room_for_kv(options: EngineOptions, device: torch.device) -> int:
@@ -154,15 +154,20 @@ def room_for_kv(options: EngineOptions, device: torch.device) -> int:
     return int(KV_SHARE * (free if cap is None else min(free, cap)))
 
 
+def kv_block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a block in all layers."""
+    return config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
+
+
 def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, room: int) -> int:
     """Return the KV blocks of a drafter; `room`: bytes, see `room_for_kv`."""
-    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
+    run_bytes = BLOCKS_PER_RUN * kv_block_bytes(config, dtype)
     run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
     return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
 
 
-def kv_pool(decoder: Decoder, streams: Streams, num_blocks: int) -> KVPool:
+def kv_of(decoder: Decoder, streams: Streams, num_blocks: int) -> tuple[KVStorage, KVCache]:
     """Return the KV of a drafter. Its memory is written once, so that it does not count as free."""
     with streams.on_device():
         pool = make_pool(
@@ -170,7 +175,7 @@ def kv_pool(decoder: Decoder, streams: Streams, num_blocks: int) -> KVPool:
         )
         for part in pool.parts:
             part.zero_()
-    return pool
+    return KVStorage({KVTier.DEVICE: pool}), KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
 
 
 def charged(options: EngineOptions, cap: str, taken: int, what: str) -> EngineOptions:

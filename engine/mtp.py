@@ -14,17 +14,13 @@ from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.drafting import (
     MOST_REQUESTS,
     charged,
-    kv_pool,
+    kv_block_bytes,
+    kv_of,
     num_kv_blocks,
     room_for_kv,
 )
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.kv.layer import block_bytes
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, kept_form, open_model
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
@@ -98,7 +94,7 @@ class MtpDrafting:
         own = kept_form(stored_form(self._weights, self._config), self.options, device, self._config)
         free = FreeMemory.now(device)
         num_blocks = num_kv_blocks(self._config, dtype, room_for_kv(self.options, device))
-        kv = num_blocks * self._config.num_layers * block_bytes(self._config, BLOCK_SIZE, dtype)
+        kv = num_blocks * kv_block_bytes(self._config, dtype)
         taken = own_bytes(self._config, dtype, own) + kv
         taken += activation_bytes(self._config, LIMITS, dtype, device)
         try:
@@ -137,20 +133,20 @@ class MtpDrafting:
     def _attach(self, loaded: LoadedModel, form: WeightFormat) -> MtpHead:
         with loaded.streams.on_device():
             decoder = load_prediction(self._config, self._weights, loaded.decoder, form)
-        pool = kv_pool(decoder, loaded.streams, self._num_blocks)
+        storage, kv = kv_of(decoder, loaded.streams, self._num_blocks)
         sizes = LIMITS.max_batch_tokens, LIMITS.max_batch_requests
-        storage = KVStorage({KVTier.DEVICE: pool})
         self._executor = executor = build_executor(decoder, storage, *sizes, None, loaded.streams)
         head = MtpHead(
             executor.execute,
-            KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
+            kv,
             self.close,
             max_context_tokens=self._config.max_context_tokens,
             vocab_size=loaded.config.vocab_size,
             max_tokens=LIMITS.max_batch_tokens,
             most_requests=LIMITS.max_batch_requests,
         )
-        taken = own_bytes(self._config, decoder.dtype, form) + sum(part.nbytes for part in pool.parts)
+        taken = own_bytes(self._config, decoder.dtype, form)
+        taken += self._num_blocks * kv_block_bytes(self._config, decoder.dtype)
         logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, taken / 1e9)
         return head
 

@@ -90,7 +90,7 @@ class SafetensorsFolder:
 
         Args:
             config: of the model.
-            tensors: of all such layers.
+            tensors: of its layers of multi-token prediction.
         """
         return of_prediction(config), Weights(self.path, "config.json", parameters_of_layer(tensors))
 
