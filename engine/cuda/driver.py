@@ -5,6 +5,7 @@ The module calls the driver through NVIDIA's `cuda-bindings`, a dependency of to
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,7 +39,7 @@ def open_driver() -> Driver:
         major = str(torch.version.cuda).partition(".")[0]
         raise RuntimeError(
             f"Python's bindings to CUDA's driver are missing ({error}). Install them: "
-            f"pip install 'cuda-bindings=={major}.*'"
+            f"{sys.executable} -m pip install 'cuda-bindings=={major}.*'"
         ) from error
     return driver
 
