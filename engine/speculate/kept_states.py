@@ -24,6 +24,10 @@ class Run:
         self.end = origin + len(states)  # position after the last token
         self._rows = states  # those after `end` have no meaning
 
+    def is_of(self, request: Request) -> bool:
+        """Return True if the run is the request's, which was not preempted since; names may be used again."""
+        return self.request is request and self.num_preemptions == request.num_preemptions
+
     def between(self, start: int, end: int) -> FloatArray:
         """Return the hidden states of the tokens from position `start` to `end`, [tokens, hidden]."""
         return self._rows[start - self.first : end - self.first]
@@ -61,8 +65,9 @@ class KeptStates:
     def run_of(self, request: Request) -> Run | None:
         """Return the request's run up to its newest computed token; None: it has none."""
         run = self._runs.get(request.request_id)
-        is_right = run is not None and run.num_preemptions == request.num_preemptions
-        return run if run is not None and is_right and run.end >= len(request.token_ids) - 1 else None
+        if run is None or not run.is_of(request) or run.end < len(request.token_ids) - 1:
+            return None
+        return run
 
     def wanted(self, request: Request, end: int, num_tokens: int) -> int:
         """Return how many of the last tokens of a chunk shall have hidden states.
@@ -87,11 +92,7 @@ class KeptStates:
     def keep(self, request: Request, position: int, states: FloatArray) -> None:
         """Keep hidden states [tokens, hidden] of tokens from a position on."""
         name, run = request.request_id, self._runs.get(request.request_id)
-        if (
-            run is None
-            or run.num_preemptions != request.num_preemptions
-            or not run.first <= position <= run.end
-        ):
+        if run is None or not run.is_of(request) or not run.first <= position <= run.end:
             self._runs[name] = Run(request, position, states)
             return
         if run.end - run.first >= 2 * self._most_tokens:  # nothing reads them

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from predicting_models import Reference, save_chain, save_predicting
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.batch import IterationTiming, SamplingInput, ScheduledSequence
+from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.request import Request
+from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.setup import set_up
 from neo_desktop.engine.speculate.kept_states import KeptStates
 from neo_desktop.models.json_file import ModelError
@@ -180,3 +182,38 @@ def test_hidden_states_that_are_kept_are_the_newest_ones(
     assert kept.wanted(others[0], len(prompt), 1) == 1
     kept.keep(others[0], 0, np.zeros((1, 1), np.float32))
     assert kept.wanted(others[1], len(prompt), 1) == 0
+
+
+def test_iterations_return_hidden_states_with_and_without_a_graph() -> None:
+    """A row's hidden state is its number here."""
+
+    def sequence(name: str, start: int, count: int) -> ScheduledSequence:
+        table = NO_TOKENS  # not read
+        sampling = SamplingInput(PARAMS, 0, 0, 0, NO_TOKENS, NO_TOKENS)
+        return ScheduledSequence(
+            name, (1,) * count, start, KVTier.DEVICE, table, sampling, num_hidden=min(count, 3)
+        )
+
+    hidden = torch.arange(8.0)[:, None].expand(-1, 2)
+    workspace: Any = SimpleNamespace(
+        latest=torch.zeros(8), last_hidden=hidden, tokens=torch.arange(8), keep_tokens=lambda _: None
+    )
+    decoder = SimpleNamespace(dtype=torch.float32, config=SimpleNamespace(vocab_size=8))
+    stages: Any = SimpleNamespace(
+        decoder=decoder, logits=lambda x, out: out.zero_().scatter_(1, x[:, :1].long(), 1)
+    )
+    decode, draft, other = sequence("a", 9, 1), sequence("a", 10, 1), sequence("b", 4, 1)
+    in_graph = [Asked(decode, 0, 1), Asked(draft, 1, 1), Asked(other, 4, 1)]
+    prompt = sequence("c", 0, 5)
+    apart = [Asked(decode, 0, 1), Asked(draft, 1, 1), Asked(prompt, 2, 3)]
+    for asked, states, chosen, expected in (
+        (in_graph, None, 8, {"a": [0, 1], "b": [4]}),
+        (apart, hidden[:5], None, {"a": [0, 1], "c": [2, 3, 4]}),
+    ):
+        outputs = Outputs(asked, stages, workspace, chosen)
+        outputs.start(states)
+        result = outputs.result(IterationTiming(1.0, 0.0))
+        assert {name: each[:, 0].tolist() for name, each in result.hidden.items()} == expected
+        assert {name: token.token_id for name, token in result.sampled.items()} == {
+            name: rows[0] if name == "a" else rows[-1] for name, rows in expected.items()
+        }
