@@ -276,8 +276,8 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
 def _carried_width(calls: Calls, hidden_size: int, *, has_gates: bool) -> int:
     """Return the most numbers per row that stages pass on.
 
-    These are hidden states twice, rows of other embeddings, keys and values that several layers read, and
-    gates of attention's output, which only hybrids and their layers of prediction are known to have.
+    These are hidden states twice, rows of other embeddings, and keys and values that several layers read.
+    Hybrids and their layers of multi-token prediction also pass on gates of attention's output.
     """
     embeddings = [weight.shape[1] for weight in calls.looked_up]
     keys = [each.key for each in calls.attention]
