@@ -68,6 +68,7 @@ class ScheduledSequence(NamedTuple):
     block_table: IntView  # blocks in that tier, for all `context_len` tokens; immutable
     sampling: SamplingInput | None  # None: choose no token after the last of `token_ids`
     num_pooled: int = 0  # number of last tokens whose hidden states are requested, as a sum
+    num_hidden: int = 0  # number of last tokens whose hidden states are requested, one by one
     states: StateSlots | None = None  # None: the model has no recurrent layers, or the states are not kept
     images: ImageRows | None = None  # of the request's prompt
     is_draft: bool = False  # its token is a draft: the request's row before it may choose another
@@ -214,6 +215,8 @@ class IterationResult:
     # request_id -> the tokens chosen after its drafts, in order, up to the first row that is not finite
     after_drafts: Mapping[str, tuple[SampledToken, ...]] = field(default_factory=dict)
     pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
+    # request_id -> requested hidden states, [tokens, hidden], those after its drafts last
+    hidden: Mapping[str, FloatArray] = field(default_factory=dict)
     timing: IterationTiming | None = None  # None: not measured
 
 

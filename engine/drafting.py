@@ -14,12 +14,13 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.cuda.errors import is_short_of_memory
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, asked_dtype, choose_dtype, kept_form, load, open_model
@@ -30,7 +31,9 @@ from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import check_weights_fit, plan_memory
 from neo_desktop.engine.speculate.draft_model import DraftModel
 from neo_desktop.engine.unused_memory import return_memory
+from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import WeightFormat
 
@@ -40,16 +43,20 @@ MOST_REQUESTS = 16  # that get drafts together: with more, drafts hardly pay
 KV_SHARE = 0.02  # most of the free memory that the draft model's KV takes
 KV_CONTEXTS = 8  # most of its longest contexts that it holds
 HOST = torch.device("cpu")
+WHAT = "the draft model"
 
 
 class Drafting:
     """The draft model of an engine.
 
+    Args:
+        model: the model's checkpoint, if it is open already.
+
     Raises:
         ModelError: it cannot be used, or its vocabulary differs from the model's.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, model: Checkpoint | None = None) -> None:
         assert options.draft_model is not None
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
@@ -60,7 +67,7 @@ class Drafting:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        self.model = model = open_model(options.model, options.mmproj)  # the model's checkpoint
+        model = model or open_model(options.model, options.mmproj)
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -77,7 +84,7 @@ class Drafting:
             try:
                 self._load(device, config.vocab_size)
                 taken = free.device_bytes - FreeMemory.now(device).device_bytes
-                options = _charged(self.options, "gpu_memory_gib", taken)
+                options = charged(self.options, "gpu_memory_gib", taken, WHAT)
                 if plan(options) is None:
                     self.options = options
                     logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
@@ -88,9 +95,13 @@ class Drafting:
             self.drafter = None  # the model and the draft model do not fit together
             self._release()
         taken = self._load(HOST, config.vocab_size)
-        self.options = _charged(self.options, "cpu_memory_gib", taken)
+        self.options = charged(self.options, "cpu_memory_gib", taken, WHAT)
         logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
         return plan(self.options)
+
+    def attach(self, _: LoadedModel) -> DraftModel | None:
+        """Return the drafter, once the model is loaded."""
+        return self.drafter
 
     def close(self) -> None:
         """End the draft model's threads and drop its memory; may be called again."""
@@ -110,14 +121,17 @@ class Drafting:
         options = _own_options(self.options, device)
         loaded = load(options, checkpoint=self._checkpoint)
         decoder, config = loaded.decoder, loaded.config
-        pool = _pool(loaded, options)
+        num_blocks = num_kv_blocks(
+            config, decoder.dtype, room_for_kv(options, FreeMemory.now(decoder.device))
+        )
+        storage, kv = kv_of(decoder, loaded.streams, num_blocks)
         max_tokens = MAX_BATCH_TOKENS[device.type]
         self._executor = executor = build_executor(
-            decoder, KVStorage({KVTier.DEVICE: pool}), max_tokens, MOST_REQUESTS, None, loaded.streams
+            decoder, storage, max_tokens, MOST_REQUESTS, None, loaded.streams
         )
         self.drafter = DraftModel(
             executor.execute,
-            KVCache({KVTier.DEVICE: pool.num_blocks}, BLOCK_SIZE),
+            kv,
             self._release,
             max_context_tokens=config.max_context_tokens,
             own_vocab_size=config.vocab_size,
@@ -125,7 +139,7 @@ class Drafting:
             max_tokens=max_tokens,
             most_requests=MOST_REQUESTS,
         )
-        return sum(part.nbytes for part in pool.parts)
+        return num_blocks * kv_block_bytes(config, decoder.dtype)
 
 
 def plan_beside(
@@ -164,11 +178,11 @@ def _left(
     check_weights_fit(draft, dtype, device, own, left, form)
     weights = draft.weight_bytes(dtype, form)
     left = left.without(weights)
-    kv = _num_blocks(draft, dtype, own, left) * draft.num_layers * block_bytes(draft, BLOCK_SIZE, dtype)
+    kv = num_kv_blocks(draft, dtype, room_for_kv(own, left)) * kv_block_bytes(draft, dtype)
     left = left.without(kv)
     if is_gpu:
-        return _charged(options, "gpu_memory_gib", weights + kv), left
-    return _charged(options, "cpu_memory_gib", kv), replace(left, gpu_bytes=free.gpu_bytes)
+        return charged(options, "gpu_memory_gib", weights + kv, WHAT), left
+    return charged(options, "cpu_memory_gib", kv, WHAT), replace(left, gpu_bytes=free.gpu_bytes)
 
 
 def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
@@ -190,39 +204,48 @@ def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
     )
 
 
-def _charged(options: EngineOptions, cap: str, taken: int) -> EngineOptions:
-    """Return the options with a limit on memory that is lower by the draft model's bytes.
+def room_for_kv(options: EngineOptions, free: FreeMemory) -> int:
+    """Return the bytes that a drafter's KV may take; `free`: after its weights are loaded."""
+    cap = options.gpu_memory_bytes if free.gpu_bytes is not None else options.cpu_memory_bytes
+    return int(KV_SHARE * (free.device_bytes if cap is None else min(free.device_bytes, cap)))
+
+
+def kv_block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a block in all layers."""
+    return config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
+
+
+def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, room: int) -> int:
+    """Return the KV blocks of a drafter; `room`: bytes, see `room_for_kv`."""
+    run_bytes = BLOCKS_PER_RUN * kv_block_bytes(config, dtype)
+    run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
+    most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
+    return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
+
+
+def kv_of(decoder: Decoder, streams: Streams, num_blocks: int) -> tuple[KVStorage, KVCache]:
+    """Return the KV of a drafter. Its memory is written once, so that it does not count as free."""
+    with streams.on_device():
+        pool = make_pool(
+            KVTier.DEVICE, decoder.config, num_blocks, decoder.dtype, decoder.device, decoder.sinks
+        )
+        for part in pool.parts:
+            part.zero_()
+    return KVStorage({KVTier.DEVICE: pool}), KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
+
+
+def charged(options: EngineOptions, cap: str, taken: int, what: str) -> EngineOptions:
+    """Return the options with a limit on memory that is lower by a drafter's bytes.
 
     Raises:
-        MemoryError: the draft model takes more than the limit.
+        MemoryError: the drafter takes more than the limit.
     """
     gib = getattr(options, cap)
     if gib is None:
         return options
     if gib <= taken / GIB:
         raise MemoryError(
-            f"the draft model takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or "
-            "choose a smaller draft model"
+            f"{what} takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or choose "
+            "a smaller draft model or speculate 'ngram'"
         )
     return replace(options, **{cap: gib - taken / GIB})
-
-
-def _num_blocks(config: ModelConfig, dtype: torch.dtype, options: EngineOptions, free: FreeMemory) -> int:
-    """Return the number of KV blocks of a draft model; `free`: after its weights are loaded."""
-    cap = options.gpu_memory_bytes if free.gpu_bytes is not None else options.cpu_memory_bytes
-    room = int(KV_SHARE * (free.device_bytes if cap is None else min(free.device_bytes, cap)))
-    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
-    run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
-    most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
-    return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
-
-
-def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
-    """Return the KV of a draft model. Its memory is written once, so that it does not count as free."""
-    decoder, config = loaded.decoder, loaded.config
-    num_blocks = _num_blocks(config, decoder.dtype, options, FreeMemory.now(decoder.device))
-    with loaded.streams.on_device():
-        pool = make_pool(KVTier.DEVICE, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
-        for part in pool.parts:
-            part.zero_()
-    return pool

@@ -16,6 +16,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 BUILTIN = "builtin"  # the model that ships with the program
 EVERYDAY = "Options"  # the first panel of `--help`
+MODEL = "Model"
 GIB = 1024**3
 MAX_BATCH_REQUESTS = 256
 MOST = 2**53  # limit for all numbers: floats represent every integer up to it
@@ -80,18 +81,15 @@ class EngineOptions:
     """
 
     model: str | Path = option(
-        BUILTIN, "Hugging Face checkpoint, GGUF file, or 'builtin'.", panel="Model", has_flag=False
+        BUILTIN, "Hugging Face checkpoint, GGUF file, or 'builtin'.", panel=MODEL, has_flag=False
     )
     shape: str | None = option(
         None,
-        "Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
-        panel="Model",
+        "Random weights in a published shape (llama-2-7b), to measure with.",
+        panel=MODEL,
     )
     mmproj: Path | None = option(
-        None,
-        "GGUF file of a GGUF model's vision tower, for images; default: an mmproj*.gguf beside the model.",
-        metavar="FILE",
-        panel="Model",
+        None, "GGUF file of a GGUF model's vision tower; default: an mmproj*.gguf beside it.", panel=MODEL
     )
     policy: str = option(
         "auto",
@@ -120,7 +118,7 @@ class EngineOptions:
         "Factors of models with LongRoPE (Phi-3, Phi-4-mini): those of short prompts, with the "
         "original context (4,096 tokens), or for all prompts those of long ones, with the whole context.",
         fixed_choices=("short", "long"),
-        panel="Model",
+        panel=MODEL,
     )
     weights_dtype: str = option(
         "auto",
@@ -253,15 +251,16 @@ class EngineOptions:
     speculate: str = option(
         "auto",
         "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
-        "texts stay the same. Sources: the request's text (ngram), --draft-model (draft), both (auto).",
-        fixed_choices=("auto", "off", "ngram", "draft"),
+        "texts stay the same. Sources: the request's text (ngram); the model's layer of multi-token "
+        "prediction (mtp); --draft-model (draft); all that there are (auto).",
+        fixed_choices=("auto", "off", "ngram", "mtp", "draft"),
     )
     draft_model: Path | None = option(
         None,
         "A smaller model with the same vocabulary, whose guesses at the next tokens the model verifies: a "
         "name from 'neo-desktop models list', a folder or a GGUF file.",
         metavar="NAME",
-        panel="Model",
+        panel=MODEL,
     )
 
     @property
@@ -286,7 +285,6 @@ class EngineOptions:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.workers is not None:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
-
         if self.speculate == "draft" and self.draft_model is None:
             raise ValueError("speculate 'draft' needs a draft_model: name a small model, or choose 'auto'")
         others = {

@@ -31,7 +31,8 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.loading import LoadedModel, choose_device, load, open_model
+from neo_desktop.engine.mtp import MtpDrafting
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -73,7 +74,7 @@ class EngineParts:
     num_blocks: dict[KVTier, int]  # of the requested tiers, and of workers
     storage: KVStorage
     speculate: str = "auto"  # see `EngineOptions`
-    drafter: ModelDrafter | None = None  # None: no draft model
+    drafter: ModelDrafter | None = None  # None: no draft model, and no layer of multi-token prediction
     leader: Driver | None = None  # of the other ranks; None: a single rank
     workers: Workers | None = None  # attention workers; None: no workers
     resources: ExitStack = field(default_factory=ExitStack)  # closes workers and other ranks
@@ -102,15 +103,18 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        drafting, plan, drafter, checkpoint = None, None, None, None
-        if options.draft_model is not None:
-            drafting = Drafting(options)
+        checkpoint = None if options.shape is not None else open_model(options.model, options.mmproj)
+        if options.draft_model is None:
+            drafting: Drafting | MtpDrafting | None = MtpDrafting.of(options, checkpoint)
+        else:
+            drafting = Drafting(options, checkpoint)
+        if drafting is not None:
             resources.callback(drafting.close)
-            plan, checkpoint = drafting.plan, drafting.model
+        plan = None if drafting is None else drafting.plan
         rank = ALONE if leader is None else leader.rank
         loaded = load(options, progress, plan=plan, rank=rank, checkpoint=checkpoint)
-        if drafting is not None:
-            options, drafter = drafting.options, drafting.drafter
+        drafter = None if drafting is None else drafting.attach(loaded)
+        options = options if drafting is None else drafting.options
         parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)

@@ -14,7 +14,7 @@ _MASKS = re.compile(r"(^|\.)(self_)?(attn|attention)\.(bias|masked_bias|causal_m
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 # Name components that only layers of multi-token prediction have.
 _PREDICTS_MORE = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
-_MTP_MODULE = re.compile(r"(?:^|\.)(mtp\w*)(?:\.(?:layers\.)?(\d+))?(?=\.|$)")
+_MTP_MODULE = re.compile(r"(?:^|\.)(mtp\w*)(?=\.|$)")
 
 
 def is_buffer(name: str, stored: StoredTensor, ignored: Iterable[re.Pattern[str]] = ()) -> bool:
@@ -29,8 +29,8 @@ def is_buffer(name: str, stored: StoredTensor, ignored: Iterable[re.Pattern[str]
     return is_mask or _BUFFERS.search(name) is not None or any(pattern.search(name) for pattern in ignored)
 
 
-def predicting_layers(names: Iterable[str], num_layers: int) -> tuple[list[str], int]:
-    """Return a checkpoint's tensors of multi-token prediction, and their number of layers.
+def predicting_layers(names: Iterable[str], num_layers: int) -> list[str]:
+    """Return the names of a checkpoint's tensors of multi-token prediction.
 
     DeepSeek-V3, GLM-4.5 and others number these layers after the model's; other models have a separate
     module.
@@ -39,18 +39,15 @@ def predicting_layers(names: Iterable[str], num_layers: int) -> tuple[list[str],
         names: tensors that are not parameters of the model.
     """
     names_by_layer: dict[str, list[str]] = {}
-    numbers: dict[str, set[str]] = {}  # layer numbers of a module
     for name in names:
         module, layer = _MTP_MODULE.search(name), _LAYER.search(name)
         if module is not None and (layer is None or layer.start() >= module.start()):
             names_by_layer.setdefault(module[1], []).append(name)
-            numbers.setdefault(module[1], set()).update([module[2]] if module[2] else [])
         elif layer is not None and int(layer[1]) >= num_layers:
             names_by_layer.setdefault(layer[1], []).append(name)
-    predicting = {
-        layer: layer_names
-        for layer, layer_names in names_by_layer.items()
-        if any(_PREDICTS_MORE.search(name) for name in layer_names)
-    }
-    count = sum(max(len(numbers.get(layer, ())), 1) for layer in predicting)
-    return [name for layer_names in predicting.values() for name in layer_names], count
+    return [
+        name
+        for layer_names in names_by_layer.values()
+        if any(map(_PREDICTS_MORE.search, layer_names))
+        for name in layer_names
+    ]

@@ -3,6 +3,7 @@ tests.
 """
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -17,6 +18,7 @@ from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -67,6 +69,40 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     weights.rename(config, {*expected, *ties_of(config)})
     weights.check(config, expected)
     return weights
+
+
+def open_prediction(
+    checkpoint: Checkpoint, config: TracedConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[TracedConfig, Weights]:
+    """Return the configuration and weights of a model's layer of multi-token prediction.
+
+    Args:
+        config: of the model.
+        tensors: `Weights.predicting` of the checked model.
+
+    Raises ModelError if the layer cannot be used.
+    """
+    own, weights = checkpoint.prediction(config, tensors)
+    spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
+    expected = {weight.name: weight for weight in named_weights(spec)}
+    weights.rename(own, expected)
+    weights.check(own, expected)
+    return own, weights
+
+
+def load_prediction(
+    config: TracedConfig, weights: Weights, main: Decoder, form: WeightFormat = DENSE
+) -> TracedDecoder:
+    """Load a layer of multi-token prediction, which shares the model's embedding and output head.
+
+    Args:
+        config: with the weights, from `open_prediction`.
+
+    Raises ModelError for damaged weights.
+    """
+    decoder = TracedDecoder(config, dtype=main.dtype, device=main.device, form=form, main=main)
+    weights.load_into({weight.name: weight for weight in named_weights(decoder)}, main.dtype, None)
+    return decoder
 
 
 def _decoder(

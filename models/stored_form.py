@@ -113,6 +113,8 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
     if isinstance(config, TracedConfig):
         traced = config.of_model
         names = {fused.name: list(fused.weights) for fused in traced.all_matrices}
+        if config.source.predicts:
+            return names  # its embedding and head are the model's
         names |= {} if traced.head is None else {"head": list(traced.head.weights)}
         return names | {"embedding": [traced.embedding]}
     names = {"embedding": ["model.embed_tokens.weight"]}

@@ -82,12 +82,15 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
 
 
 def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
-    name = decoder.spec.embedding
-    vocab, width = decoder.spec.parameters[name]
-    yield _matrix(name, decoder.embedding, width, slice(0, vocab))
+    name, is_whole = decoder.spec.embedding, not decoder.config.source.predicts
+    if is_whole:
+        vocab, width = decoder.spec.parameters[name]
+        yield _matrix(name, decoder.embedding, width, slice(0, vocab))
     for name, tensor in decoder.tensors.items():
         yield _tensor(name, tensor)
     for fused, linear in decoder.fused:
+        if fused == decoder.spec.head and not is_whole:
+            continue
         rows = dict(zip(fused.weights, fused.rows, strict=True))
         parts = list(_parts("", linear, fused.columns, rows))
         for part, name in zip(parts, (*fused.weights, *fused.biases), strict=True):
@@ -163,6 +166,7 @@ class Weights:
         self.tensors = tensors
         self.says_tied = says_tied
         self.notes: list[str] = []  # for the log, once the tensors are checked
+        self.predicting: dict[str, StoredTensor] = {}  # layers of multi-token prediction, once checked
         self._ignored: tuple[re.Pattern[str], ...] = ()
 
     @property
@@ -264,12 +268,8 @@ class Weights:
         if skipped := unread & self.tensors.keys():
             self.notes.append(f"skips {len(skipped)} weights that text does not need")
         unknown = [name for name in self.tensors if name not in expected and name not in unread]
-        names, layers = predicting_layers(unknown, config.num_layers)
-        for name in names:
-            del self.tensors[name]
-        if layers:
-            count = f"{layers} layer{'s' if layers > 1 else ''}"
-            self.notes.append(f"skips {count} of multi-token prediction, which this engine does not use yet")
+        predicting = predicting_layers(unknown, config.num_layers)
+        self.predicting = {name: self.tensors.pop(name) for name in predicting}
         for name, stored in list(self.tensors.items()):
             is_spare = name.endswith(".bias") and stored.type_name in FLOATS
             if name not in expected and (

@@ -330,7 +330,8 @@ class ProgramBuilder:
             last = row + len(sequence.token_ids)
             if rows_of_tokens and sequence.token_ids[-1] == UNKNOWN_TOKEN:
                 staged.sources[last - 1] = rows_of_tokens[sequence.request_id]
-            if count := sequence.num_pooled or int(sequence.sampling is not None):
+            count = max(sequence.num_pooled, sequence.num_hidden, int(sequence.sampling is not None))
+            if count:
                 asked.append(Asked(sequence, first_row + last - count, count))
         found = ImageInputs.of(with_images, self._stages) if with_images else None
         memory.state.recurrent = recurrent_batch(self._storage.states, memory, members)

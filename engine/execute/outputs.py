@@ -1,4 +1,4 @@
-"""The outputs of an iteration: tokens for its sequences, and sums of their hidden states."""
+"""The outputs of an iteration: tokens for its sequences, and their hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -28,6 +28,10 @@ class Asked(NamedTuple):
     first_row: int  # index among all sub-batches' rows, or among the computed last states
     num_rows: int
 
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self.num_rows - 1
+
 
 class Outputs:
     """The requested outputs of an iteration.
@@ -41,13 +45,17 @@ class Outputs:
     def __init__(
         self, asked: Sequence[Asked], stages: Stages, workspace: Workspace, chosen_rows: int | None
     ) -> None:
-        self._sampled = [(row, each.sampling) for each, row, _ in asked if each.sampling is not None]
-        self._names = [each.request_id for each, *_ in asked if each.sampling is not None]
+        self._sampled = [
+            (each.last_row, each.sequence.sampling) for each in asked if each.sequence.sampling is not None
+        ]
+        self._names = [each.sequence.request_id for each in asked if each.sequence.sampling is not None]
         self._pooled = [each for each in asked if each.sequence.num_pooled]
+        self._shown = [each for each in asked if each.sequence.num_hidden]
         self._stages = stages
         self._workspace = workspace
         self._tokens: Callable[[], Sequence[SampledToken | None]] = tuple
         self._sums: Callable[[], Mapping[str, FloatArray]] = dict
+        self._hidden: Callable[[], Mapping[str, FloatArray]] = dict
         # Use the graph's tokens if every sequence samples greedily; else sample from the logits.
         self._chosen_rows = chosen_rows
         if not all(is_plain(sampling) for _, sampling in self._sampled):
@@ -59,8 +67,8 @@ class Outputs:
 
     @property
     def count(self) -> int:
-        """Number of requested tokens and sums."""
-        return len(self._sampled) + len(self._pooled)
+        """Number of requested outputs."""
+        return len(self._sampled) + len(self._pooled) + len(self._shown)
 
     def start(self, states: Tensor | None) -> None:
         """Queue the computation of tokens and sums on the device after the layers, without waiting.
@@ -68,12 +76,15 @@ class Outputs:
         Args:
             states: [rows, hidden], the requested last hidden states; None: the graph has chosen tokens.
         """
+        if self._shown:
+            self._start_hidden(self._workspace.last_hidden if states is None else states)
         if states is None:
             self._start_from_graph()
             return
         rows = [row for row, _ in self._sampled]
         if self._pooled:
             self._start_sums(states)
+        if len(rows) < len(states):
             states = states[upload(rows, torch.int64, states.device)]
         if rows:
             vocab_size = self._stages.decoder.config.vocab_size
@@ -104,6 +115,7 @@ class Outputs:
                 for request_id, tokens in after_drafts.items()
             },
             pooled=sums,
+            hidden=self._hidden(),
             timing=timing,
         )
 
@@ -135,6 +147,20 @@ class Outputs:
         """
         if self.rows_of_tokens:
             self._workspace.keep_tokens(token_ids)
+
+    def _start_hidden(self, states: Tensor) -> None:
+        ends = [(each.last_row + 1, each.sequence.num_hidden) for each in self._shown]
+        rows = [row for end, count in ends for row in range(end - count, end)]
+        arrived = download(states[upload(rows, torch.int64, states.device)])
+
+        def read() -> Mapping[str, FloatArray]:
+            found: dict[str, list[FloatArray]] = {}
+            parts = torch.split(arrived().float(), [count for _, count in ends])
+            for each, part in zip(self._shown, parts, strict=True):
+                found.setdefault(each.sequence.request_id, []).append(part.numpy())
+            return {request_id: np.concatenate(each) for request_id, each in found.items()}
+
+        self._hidden = read
 
     def _start_sums(self, states: Tensor) -> None:
         totals = [

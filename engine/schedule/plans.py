@@ -20,6 +20,7 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
+from neo_desktop.engine.speculate.kept_states import KeptStates
 
 
 class Scheduled(NamedTuple):
@@ -54,6 +55,12 @@ class Scheduled(NamedTuple):
             request.num_computed_tokens += num_tokens - 1
         return num_tokens
 
+    def keep_hidden(self, kept: KeptStates | None, result: IterationResult) -> None:
+        """Keep the hidden states that the iteration computed for the request; None: none are kept."""
+        if kept is not None and self.sequence.num_hidden:
+            position = self.sequence.context_len - self.sequence.num_hidden
+            kept.keep(self.request, position, result.hidden[self.sequence.request_id])
+
     def take_back(self, states: StateCache | None) -> None:
         """Return the request to its state before the iteration."""
         request = self.request
@@ -66,12 +73,17 @@ class Scheduled(NamedTuple):
 
 
 def plan_of(
-    decision: Decision[Request], queues: RequestQueues[Request], *, is_ahead: bool
+    decision: Decision[Request],
+    queues: RequestQueues[Request],
+    *,
+    is_ahead: bool,
+    kept: KeptStates | None = None,
 ) -> tuple[IterationPlan, list[Scheduled]]:
     """Return the plan of a decision, and each request's share in the plan.
 
     Args:
         is_ahead: the iteration starts before the previous one ends.
+        kept: hidden states that are to be kept; None: none.
     """
     scheduled: list[Scheduled] = []
     kv, states = queues.kv, queues.kv.states
@@ -92,6 +104,7 @@ def plan_of(
             kv.block_table(request_id),
             request.sampling_input() if is_last and not is_on_its_way and not request.is_pooled else None,
             num_pooled,
+            0 if kept is None or is_on_its_way else kept.wanted(request, end, num_tokens),
             None if states is None else states.plan(request_id, start, num_tokens, is_last=is_last),
             request.images,
         )

@@ -77,6 +77,7 @@ class Scheduler(Generic[R]):
         self._policy = policy
         self._limits = limits
         self._speculation = speculation
+        self._kept = None if speculation is None else speculation.kept
         self._steady_states = SteadyStateFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._admission = Admission()
@@ -206,7 +207,7 @@ class Scheduler(Generic[R]):
         return ahead or self.decide()
 
     def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
-        plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead)
+        plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead, kept=self._kept)
         self._under_way.append(scheduled)
         self._stays_on_device = plan.stays_on_device
         self.advance(decision)
@@ -229,6 +230,7 @@ class Scheduler(Generic[R]):
                 gained.append(request)
                 continue
             context_len, num_accepted = start + len(sequence.token_ids), 0
+            scheduled.keep_hidden(self._kept, result)
             if sequence.num_pooled:
                 request.pool(result.pooled[request_id], is_first=start == 0)
             if sequence.sampling is not None:

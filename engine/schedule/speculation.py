@@ -36,6 +36,7 @@ from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.acceptance import Acceptance
 from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
+from neo_desktop.engine.speculate.kept_states import KeptStates
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 from neo_desktop.engine.speculate.relative_times import READING_ROWS
 from neo_desktop.engine.stats import SpeculationStats
@@ -116,7 +117,12 @@ class Speculation:
         """
         if sources == "off":
             return None
-        return cls(None if sources == "draft" else NgramDrafter(), cost, max_rows, model)
+        return cls(None if sources in ("draft", "mtp") else NgramDrafter(), cost, max_rows, model)
+
+    @property
+    def kept(self) -> KeptStates | None:
+        """Hidden states that the drafter reads; None: it reads none."""
+        return None if self.model is None else self.model.kept
 
     @property
     def stats(self) -> SpeculationStats:

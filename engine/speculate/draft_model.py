@@ -17,6 +17,7 @@ from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.speculate.kept_states import KeptStates
 from neo_desktop.engine.speculate.relative_times import READING_ROWS, rounded_size
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ WARM_UP = "warm-up"
 
 
 @dataclass(slots=True)
-class _Context:
+class Context:
     """The tokens of a request whose KV the draft model has."""
 
     request: Request
@@ -62,6 +63,7 @@ class DraftModel:
     """
 
     expected = 0.6
+    kept: KeptStates | None = None
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class DraftModel:
         self._own_vocab_size = own_vocab_size
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        self._contexts: dict[str, _Context] = {}  # the request with the newest draft is last
+        self._contexts: dict[str, Context] = {}  # the request with the newest draft is last
         self._step_ms: dict[int, float] = {}  # rounded number of requests -> time of a token per request
         self._token_ms = 0.0  # time of a token to catch up
         self._measure()
@@ -94,7 +96,7 @@ class DraftModel:
         num_late = 0.0
         for request in requests:
             context = self._contexts.get(request.request_id)
-            late = len(request.token_ids) - (0 if context is None else len(context.token_ids))
+            late = self._num_known(request) - (0 if context is None else len(context.token_ids))
             if late > USUAL_TOKENS:
                 late = min(late, self._max_tokens)
                 num_late += late / min(max(request.max_num_tokens - request.num_tokens, 1), MOST_SPREAD)
@@ -123,11 +125,21 @@ class DraftModel:
 
     def is_able(self, request: Request) -> bool:
         """Return True if the draft model knows all the request's tokens, and its KV has room for them."""
-        if self._execute is None or request.images is not None or len(request.token_ids) > self._most_tokens:
+        if self._execute is None or request.images is not None:
+            return False
+        if self._num_known(request) > self._most_tokens:
             return False
         context = self._contexts.get(request.request_id)
         new = request.token_ids[0 if context is None else context.num_checked :]
         return max(new, default=0) < self._own_vocab_size
+
+    def _num_known(self, request: Request) -> int:
+        """Return the number of `_known` tokens."""
+        return len(request.token_ids)
+
+    def _known(self, request: Request) -> Sequence[int]:
+        """Return the tokens of the request that the draft model computes."""
+        return request.token_ids
 
     def _usable(self, draft: Sequence[int]) -> Sequence[int]:
         """Return a draft up to a token that the large model does not know."""
@@ -136,14 +148,14 @@ class DraftModel:
 
     def _drafts(self, requests: Sequence[Request], width: int) -> dict[str, list[int]]:
         """Return the drafts by request ID; a request that is far behind catches up, without a draft."""
-        late: list[tuple[_Context, list[int]]] = []
+        late: list[tuple[Context, Sequence[int]]] = []
         for request in requests:
             if (context := self._context_of(request, width)) is not None:
-                late.append((context, request.token_ids[len(context.token_ids) :]))
+                late.append((context, self._known(request)[len(context.token_ids) :]))
         late.sort(key=lambda item: len(item[1]))
         num_free = self._max_tokens
         chunks: list[ScheduledSequence] = []
-        ready: dict[str, _Context] = {}
+        ready: dict[str, Context] = {}
         for context, tokens in late:
             chunk = tokens[:num_free]
             num_free -= len(chunk)
@@ -173,7 +185,7 @@ class DraftModel:
         return self._execute(IterationPlan((SubBatch(tuple(sequences)),)))
 
     def _sequence(
-        self, name: str, context: _Context, token_ids: Sequence[int], *, is_last: bool
+        self, name: str, context: Context, token_ids: Sequence[int], *, is_last: bool
     ) -> ScheduledSequence:
         """Return the next tokens of a context, which count as computed from now on."""
         start = len(context.token_ids)
@@ -184,14 +196,14 @@ class DraftModel:
             name, tuple(token_ids), start, self._tier, table, sampling if is_last else None
         )
 
-    def _context_of(self, request: Request, width: int) -> _Context | None:
+    def _context_of(self, request: Request, width: int) -> Context | None:
         """Return the context with the KV that is right, and room for a draft; None: no room."""
-        name, tokens = request.request_id, request.token_ids
+        name, tokens = request.request_id, self._known(request)
         num_tokens = len(tokens) + width - 1  # the last drafted token needs no KV
         if num_tokens > self._most_tokens:
             return None
         if name not in self._contexts and self._kv.admit(name, num_tokens, (), self._tier) is not None:
-            self._contexts[name] = _Context(request, request.num_preemptions)
+            self._contexts[name] = Context(request, request.num_preemptions)
         if name not in self._contexts or not self._kv.extend(name, num_tokens):
             return None
         context = self._contexts[name] = self._contexts.pop(name)
@@ -207,7 +219,7 @@ class DraftModel:
         """Free the KV of other requests while blocks for these ones are missing."""
         asked = {request.request_id for request in requests}
         needed = len(asked) + sum(
-            self._kv.blocks_for(len(request.token_ids) + USUAL_TOKENS)
+            self._kv.blocks_for(self._num_known(request) + USUAL_TOKENS)
             for request in requests
             if request.request_id not in self._contexts
         )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from neo_desktop.engine.request import Request
+from neo_desktop.engine.speculate.kept_states import KeptStates
 
 
 class Draft(NamedTuple):
@@ -34,6 +35,10 @@ class ModelDrafter(Protocol):
     @property
     def expected(self) -> float:
         """Acceptance of a token before any was measured."""
+
+    @property
+    def kept(self) -> KeptStates | None:
+        """Hidden states that it reads; None: it reads tokens alone."""
 
     @property
     def most_requests(self) -> int:

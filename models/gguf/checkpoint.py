@@ -1,17 +1,20 @@
 """A model in a GGUF file, or in several files of a split model."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.gguf.config import read_config, tensor_names
+from neo_desktop.models.gguf.config import read_config, read_prediction, tensor_names
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tokenizer import check_kind, make_tokenizer
 from neo_desktop.models.gguf.towers import Tower, find_tower, is_tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
 
 MAX_PARTS = 512
@@ -86,6 +89,11 @@ class GGUFCheckpoint:
     def weights(self) -> Weights:
         names = tensor_names(self.files, self.config())
         return Weights(self.path, "metadata", names.tensors(self.files))
+
+    def prediction(self, config: TracedConfig, _: Mapping[str, StoredTensor]) -> tuple[TracedConfig, Weights]:
+        """Return the configuration and tensors of the model's first layer of multi-token prediction."""
+        own = read_prediction(self.files, config)
+        return own, Weights(self.path, "metadata", tensor_names(self.files, own).tensors(self.files))
 
     @property
     def tower(self) -> Tower | None:

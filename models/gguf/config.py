@@ -21,7 +21,7 @@ from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.rope import FactorScaling
-from neo_desktop.models.traced.config import TracedConfig, traced_config
+from neo_desktop.models.traced.config import TracedConfig, of_prediction, traced_config
 from neo_desktop.models.traced.sizes import FusedSizes, Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
@@ -92,9 +92,13 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower 
         names = TensorNames(config, name, family)
     except ModelError as error:
         raise UnsupportedModelError(str(error)) from None
-    places = [place for file in files for place in file.tensors.values()]
-    quantised = [place for place in places if place.type.dtype is None]
-    return _without_mixed_types(config, {name for place in quantised for name, _, _ in names.of(place)})
+    return _without_mixed_types(config, names.quantised(files))
+
+
+def read_prediction(files: Sequence[GGUFFile], config: TracedConfig) -> TracedConfig:
+    """Return the configuration of the layer of multi-token prediction; `config`: of the model."""
+    own = of_prediction(config)
+    return _without_mixed_types(own, tensor_names(files, own).quantised(files))
 
 
 def _with_sections(own: Entries, values: Values) -> Values:

@@ -27,6 +27,10 @@ EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(?:weight|bias))?")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)\.(.+)")
 _PART = re.compile(r"(.*)\[(\d+)\]")  # of a parameter that files store as several tensors
+# Of a layer of multi-token prediction, which has further tensors: `nextn.` and one of these names.
+_PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+_FINAL_NORM = "nextn.shared_head_norm"
+_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")  # of the model's own matrices
 Target = tuple[str, TensorPlace, Tensor | None]
 """A parameter's name, its place in a file, and its rows there; None: all."""
 
@@ -51,6 +55,9 @@ class TensorNames:
         else:
             self._shapes, self._stacks = _written(config)
         self._family, self._layers = family, values["num_hidden_layers"]
+        self._predicting: str | None = None  # prefix of the layer of multi-token prediction that is meant
+        if isinstance(config, TracedConfig) and config.source.predicts:
+            self._predicting, self._layers = f"blk.{self._layers}.", 1
         self._orders, self._unused = family.orders(values), family.unused(values)
         self._config, self._prefix = config, ""
         ends = {_PART.sub(r"\1", end) for of_kind in self._orders.values() for end in of_kind}
@@ -61,6 +68,9 @@ class TensorNames:
             if layer is not None:
                 self._prefix = layer[1]
             if layer is not None and layer[3] in ends:
+                continue
+            if self._predicting is not None and layer is not None and layer[3] in _PREDICTING:
+                self._targets[f"blk.0.nextn.{layer[3]}"] = parameter
                 continue
             known = parameter.replace("model.language_model.", "model.")  # beside a vision tower
             for ours, theirs in family.renamed.items():
@@ -78,7 +88,7 @@ class TensorNames:
         """
         found: dict[str, dict[int, GGUFTensor]] = {}
         for file in files:
-            for place in file.tensors.values():
+            for place in self._places(file):
                 for name, tensor in self._read(file, place):
                     part = _PART.fullmatch(name)
                     parameter, index = (part[1], int(part[2])) if part else (name, 0)
@@ -92,6 +102,23 @@ class TensorNames:
                     parts[index] = tensor
         in_order = {name: [parts[index] for index in sorted(parts)] for name, parts in found.items()}
         return {name: joined(name, parts) for name, parts in in_order.items()}
+
+    def quantised(self, files: Iterable[GGUFFile]) -> set[str]:
+        """Return the parameters that are quantised."""
+        places = [place for file in files for place in self._places(file) if place.type.dtype is None]
+        return {name for place in places for name, _, _ in self.of(place)}
+
+    def _places(self, file: GGUFFile) -> Iterator[TensorPlace]:
+        """Yield the tensors of a part; a layer of multi-token prediction is named as a model's only layer."""
+        for place in file.tensors.values():
+            prefix = self._predicting or ""
+            end = place.name.removeprefix(prefix)
+            if self._predicting is None:
+                yield place
+            elif end.startswith(_FINAL_NORM):
+                yield replace(place, name=end.replace(_FINAL_NORM, "output_norm"))
+            elif place.name.startswith(prefix) and not end.startswith(_COPIES):
+                yield replace(place, name=f"blk.0.{end}")
 
     def _read(self, file: GGUFFile, place: TensorPlace) -> Iterator[tuple[str, GGUFTensor]]:
         if place.name in self._unused:

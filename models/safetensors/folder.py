@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.traced.config import read_config
+from neo_desktop.models.traced.config import TracedConfig, of_prediction, read_config
+from neo_desktop.models.traced.predicting import parameters_of_layer
 from neo_desktop.models.weights import Weights
 
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of a number; others have one
@@ -85,6 +87,17 @@ class SafetensorsFolder:
             tensors |= _take_matrices(tensors, scheme)
         is_tied = description.raw("tie_word_embeddings") is True
         return Weights(self.path, "config.json", tensors, says_tied=is_tied)
+
+    def prediction(
+        self, config: TracedConfig, tensors: Mapping[str, StoredTensor]
+    ) -> tuple[TracedConfig, Weights]:
+        """Return the configuration and tensors of the model's first layer of multi-token prediction.
+
+        Args:
+            config: of the model.
+            tensors: of its layers of multi-token prediction.
+        """
+        return of_prediction(config), Weights(self.path, "config.json", parameters_of_layer(tensors))
 
 
 def _stored(file: Path, name: str, opened: Any) -> StoredTensor:

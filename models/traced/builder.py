@@ -44,6 +44,8 @@ class Builder:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
         self._root, self._number_of, self._constants = nn.Module(), 0, dict[fx.Node, Tensor]()
         self._spec = decoder.spec
+        # A layer of multi-token prediction has given hidden states, never given embeddings.
+        self._embeddings = () if decoder.config.source.predicts else found.pieces[0].carried[:1]
         self._products: dict[str, Part] = {
             weight: Part(linear, fused.rows, index)
             for fused, linear in decoder.fused
@@ -229,7 +231,7 @@ class Builder:
                 copied.args = self._here(copied.args)
                 copied.kwargs = self._here(copied.kwargs)
                 known[node] = copied
-            if node in self._cut.pieces[0].carried[:1]:  # the embeddings
+            if node in self._embeddings:
                 given = self._attribute("given", Given(self._decoder))
                 known[node] = graph.call_module(given, (known[node],))
                 known[node].meta["val"] = node.meta["val"]

@@ -173,6 +173,11 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
     return _changed(config, replace(config.source, untied=names), config.max_context_tokens)
 
 
+def of_prediction(config: TracedConfig) -> TracedConfig:
+    """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
+    return _changed(config, replace(config.source, predicts=True), config.max_context_tokens)
+
+
 def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
     return traced_config(source, max_context_tokens, **{name: getattr(config, name) for name in _STATED})
 

@@ -23,7 +23,11 @@ class TracedLayer:
 
 
 class TracedDecoder(Decoder):
-    """A `decoder.Decoder`; its weights have the names of transformers."""
+    """A `decoder.Decoder`; its weights have the names of transformers.
+
+    Args:
+        main: has the embedding and the output head; None: the decoder has its own.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class TracedDecoder(Decoder):
         dtype: torch.dtype,
         device: torch.device,
         form: WeightFormat = DENSE,
+        main: Decoder | None = None,
     ) -> None:
         of_model = config.of_model
         self.config: TracedConfig = config
@@ -39,8 +44,10 @@ class TracedDecoder(Decoder):
         self.device = device
         self.spec = of_model
         rows, columns = of_model.parameters[of_model.embedding]
-        self.embedding = empty_embedding(form, rows, columns, dtype, device)
-        self.lm_head = self.embedding
+        self.embedding = (
+            empty_embedding(form, rows, columns, dtype, device) if main is None else main.embedding
+        )
+        self.lm_head: Linear = self.embedding
         self.tensors = {
             name: torch.empty(shape, dtype=torch.float32 if name in of_model.wide else dtype, device=device)
             for name, shape in of_model.parameters.items()
@@ -50,7 +57,7 @@ class TracedDecoder(Decoder):
             (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.all_matrices
         ]
         if of_model.head is not None:
-            self.lm_head = self._linear(of_model.head, form.named("head"))
+            self.lm_head = self._linear(of_model.head, form.named("head")) if main is None else main.lm_head
             self.fused.append((of_model.head, self.lm_head))
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
         if of_model.sinks:

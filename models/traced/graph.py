@@ -66,7 +66,7 @@ def exported(source: Source, dtype: torch.dtype, spec: TracedSpec) -> Exported:
         return _exported(source, source.modified_ns, dtype, aliases, shape)
 
 
-@lru_cache(maxsize=1)  # for another decoder of the same model; readers do not change it
+@lru_cache(maxsize=2)  # a model, and its layer of multi-token prediction; readers do not change them
 def _exported(
     source: Source,
     _modified_ns: int,

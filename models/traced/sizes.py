@@ -22,6 +22,7 @@ class Source:
         transposed: linear layers whose columns are sorted by a head's number in its group, not by group, as
             (end of the module's name, groups, heads per group).
         is_long: LongRoPE has the frequencies of prompts beyond the original context, for all prompts.
+        predicts: not the model, but its layer of multi-token prediction; see `predicting`.
     """
 
     path: Path
@@ -29,6 +30,7 @@ class Source:
     untied: tuple[str, ...] = ()
     transposed: tuple[tuple[str, int, int], ...] = ()
     is_long: bool = False
+    predicts: bool = False
 
     @property
     def named(self) -> Path:

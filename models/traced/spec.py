@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
-from neo_desktop.models.traced import deepstack
+from neo_desktop.models.traced import deepstack, predicting
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -63,6 +63,8 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     with quiet():
         try:
             config = source.config()
+            if source.predicts:
+                config = predicting.config_of_layer(config)
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
                 known: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
@@ -90,6 +92,8 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         module = model.get_submodule(path)
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     deepstack.add_to(model)
+    if source.predicts:
+        predicting.add_to(model)
     return model.eval()
 
 
@@ -185,7 +189,7 @@ def _run_without_numbers(source: Source) -> tuple[TracedSpec, Conversions]:
             calls = Calls(shape=shape)
             with torch.no_grad():
                 logits = run(model, ids, ids, calls)
-        found, conversions = _spec(model, calls, logits, is_long=source.is_long), Conversions(model)
+        found, conversions = _spec(model, calls, logits, source), Conversions(model)
     except Exception as error:  # any exception: the code is not this project's
         raise cannot_cut(source, model, error) from None
     with quiet():
@@ -197,7 +201,7 @@ def is_wide(model: Any, name: str) -> bool:
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
-def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedSpec:
+def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpec:
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -247,7 +251,10 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
-        carried_width=_carried_width(calls, last.weight.shape[1]) + deepstack.width_of(model.config),
+        carried_width=_carried_width(
+            calls, last.weight.shape[1], has_gates=bool(calls.states) or source.predicts
+        )
+        + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
@@ -262,21 +269,21 @@ def _spec(model: Any, calls: Calls, logits: Tensor, *, is_long: bool) -> TracedS
         moe_layers=moe_layers,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
-        most_tokens=_most_tokens(model.config, is_long=is_long),
+        most_tokens=_most_tokens(model.config, is_long=source.is_long),
     )
 
 
-def _carried_width(calls: Calls, hidden_size: int) -> int:
+def _carried_width(calls: Calls, hidden_size: int, *, has_gates: bool) -> int:
     """Return the most numbers per row that stages pass on.
 
-    These are hidden states twice, rows of other embeddings, keys and values that several layers read, and
-    gates of attention's output, which only hybrids are known to have.
+    These are hidden states twice, rows of other embeddings, and keys and values that several layers read.
+    Hybrids and their layers of multi-token prediction also pass on gates of attention's output.
     """
     embeddings = [weight.shape[1] for weight in calls.looked_up]
     keys = [each.key for each in calls.attention]
     shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
     width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
-    width += calls.attention[0].heads * keys[0].shape[3] if calls.states else 0
+    width += calls.attention[0].heads * keys[0].shape[3] if has_gates else 0
     return width + sum(2 * key.shape[1] * key.shape[3] for key in shared.values())
 
 

@@ -37,6 +37,7 @@ class OftenRightModel:
     has_drafts: bool = True
     spent_ms: float = 0.0
     most_requests = 16
+    kept = None
 
     def __post_init__(self) -> None:
         self.random = Random(0)

@@ -124,7 +124,7 @@ WRITTEN: dict[str, tuple[str, str, Changes]] = {
     ),
 }
 WRITTEN |= gguf_mixtures.WRITTEN
-_OF_ALL = ("hidden_size", "intermediate_size")
+_OF_ALL = ("hidden_size", "intermediate_size", "num_hidden_layers")
 LARGE = {  # widths that are multiples of a K-quant's blocks
     **dict.fromkeys(
         ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_intermediate_size"), 256

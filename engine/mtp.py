@@ -1,0 +1,170 @@
+"""Sets up a model's own layer of multi-token prediction as its drafter.
+
+The layer is on the model's device, with the model's embedding and output head. Plans of the model's weights
+leave room for it. If some weights of the model would have to leave the GPU for it, it is not
+used.
+"""
+
+import logging
+from functools import partial
+
+import torch
+
+from neo_desktop.engine.cuda.errors import is_short_of_memory
+from neo_desktop.engine.drafting import (
+    MOST_REQUESTS,
+    charged,
+    kv_block_bytes,
+    kv_of,
+    num_kv_blocks,
+    room_for_kv,
+)
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.loading import LoadedModel, kept_form
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.predict.weight_plan import WeightPlan
+from neo_desktop.engine.profiling.budget import FreeMemory, activation_bytes
+from neo_desktop.engine.profiling.rates import measured_rates
+from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.speculate.kept_states import MOST_TOKENS
+from neo_desktop.engine.speculate.mtp_head import MtpHead
+from neo_desktop.engine.unused_memory import return_memory
+from neo_desktop.models.checkpoint import Checkpoint
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.registry import check_model, load_prediction, open_prediction
+from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+LIMITS = SchedulerLimits(MOST_TOKENS, MOST_REQUESTS)  # of the layer's iterations
+
+
+class MtpDrafting:
+    """The layer of multi-token prediction of an engine's model; see `of`."""
+
+    def __init__(self, options: EngineOptions, name: str, config: TracedConfig, weights: Weights) -> None:
+        self.options = options  # for the model: the layer's memory does not count as free
+        self._name, self._config, self._weights = name, config, weights
+        self._form: WeightFormat | None = None  # set by `plan`; None: the layer is not used
+        self._num_blocks = 0
+        self._executor: Executor | None = None
+
+    @classmethod
+    def of(cls, options: EngineOptions, checkpoint: Checkpoint | None) -> "MtpDrafting | None":
+        """Return the layer of a checkpoint's model; None: it has none, or shall not draft.
+
+        Args:
+            checkpoint: None: the weights are random.
+
+        Raises:
+            ValueError: `speculate` is "mtp", and another option excludes that.
+            ModelError: the model cannot be used, or `speculate` is "mtp" and its layer cannot.
+        """
+        if options.speculate not in ("auto", "mtp"):
+            return None
+        if checkpoint is None or options.tensor_parallel > 1:
+            if options.speculate == "mtp":
+                raise ValueError("speculate 'mtp' does not go with shape or tensor_parallel: choose 'auto'")
+            return None
+        main = checkpoint.config()
+        tensors = check_model(checkpoint, main).predicting if isinstance(main, TracedConfig) else {}
+        if not tensors or not isinstance(main, TracedConfig):
+            if options.speculate == "mtp":
+                raise ModelError(
+                    f"{checkpoint.name} has no layer of multi-token prediction that drafts: choose another "
+                    "way to speculate, such as 'auto'."
+                )
+            return None
+        try:
+            return cls(options, checkpoint.name, *open_prediction(checkpoint, main, tensors))
+        except ModelError as error:
+            if options.speculate == "mtp":
+                raise
+            logger.warning("%s: its layer of multi-token prediction is not used: %s", checkpoint.name, error)
+            return None
+
+    def plan(
+        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
+    ) -> WeightPlan | None:
+        """Plan the placement of the model's weights beside the layer: a `Planner`."""
+        plan = partial(plan_memory, config, form, dtype, device, rates=partial(measured_rates, device, dtype))
+        own = kept_form(stored_form(self._weights, self._config), self.options, device, self._config)
+        free = FreeMemory.now(device)
+        num_blocks = num_kv_blocks(self._config, dtype, room_for_kv(self.options, free))
+        kv = num_blocks * kv_block_bytes(self._config, dtype)
+        taken = own_bytes(self._config, dtype, own) + kv
+        taken += activation_bytes(self._config, LIMITS, dtype, device)
+        try:
+            cap, caps = ("gpu_memory_gib", taken) if device.type == "cuda" else ("cpu_memory_gib", kv)
+            options = charged(self.options, cap, caps, "the layer of multi-token prediction")
+            if (placed := plan(options, free=free.without(taken))) is None:
+                self.options, self._form, self._num_blocks = options, own, num_blocks
+                return None
+            why = f"{placed.host_bytes / 1e9:.2f} GB of the model's weights would be in host memory"
+        except MemoryError as error:
+            why = str(error)
+        if self.options.speculate == "mtp":
+            raise MemoryError(f"{self._name}: its layer of multi-token prediction does not fit: {why}")
+        logger.info("%s: its layer of multi-token prediction is not used: %s", self._name, why)
+        return plan(self.options)
+
+    def attach(self, loaded: LoadedModel) -> MtpHead | None:
+        """Load the layer beside the loaded model, and measure it; None: it is not used.
+
+        Raises:
+            ModelError, MemoryError, RuntimeError: it cannot be used, and `speculate` is "mtp".
+        """
+        if self._form is None:
+            return None
+        try:
+            return self._attach(loaded, self._form)
+        except (ModelError, MemoryError, RuntimeError) as error:
+            is_known = isinstance(error, ModelError) or is_short_of_memory(error)
+            if not is_known or self.options.speculate == "mtp":
+                raise
+            why = str(error)
+        self.close()
+        logger.warning("%s: its layer of multi-token prediction is not used: %s", self._name, why)
+        return None
+
+    def _attach(self, loaded: LoadedModel, form: WeightFormat) -> MtpHead:
+        with loaded.streams.on_device():
+            decoder = load_prediction(self._config, self._weights, loaded.decoder, form)
+        storage, kv = kv_of(decoder, loaded.streams, self._num_blocks)
+        sizes = LIMITS.max_batch_tokens, LIMITS.max_batch_requests
+        self._executor = executor = build_executor(decoder, storage, *sizes, None, loaded.streams)
+        head = MtpHead(
+            executor.execute,
+            kv,
+            self.close,
+            max_context_tokens=self._config.max_context_tokens,
+            vocab_size=loaded.config.vocab_size,
+            max_tokens=LIMITS.max_batch_tokens,
+            most_requests=LIMITS.max_batch_requests,
+        )
+        taken = own_bytes(self._config, decoder.dtype, form)
+        taken += self._num_blocks * kv_block_bytes(self._config, decoder.dtype)
+        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, taken / 1e9)
+        return head
+
+    def close(self) -> None:
+        """End the layer's threads and drop its memory; may be called again."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        return_memory()
+
+
+def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> int:
+    """Return the bytes of a layer's weights, without the model's embedding and output head."""
+    shared = form.named("embedding").nbytes(config.vocab_size, config.hidden_size, dtype)
+    head = config.of_model.head
+    if head is not None:
+        shared += form.named("head").nbytes(head.rows[0], head.columns, dtype)
+    return config.weight_bytes(dtype, form) - shared

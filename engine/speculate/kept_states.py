@@ -1,0 +1,101 @@
+"""Last hidden states of the newest tokens of requests, for a drafter that reads them."""
+
+import numpy as np
+
+from neo_desktop.engine.batch import FloatArray
+from neo_desktop.engine.request import Request
+
+MOST_TOKENS = 1024  # of a request; drafts hardly depend on older tokens, whose hidden states take memory
+
+
+class Run:
+    """Hidden states of consecutive tokens of a request.
+
+    Args:
+        origin: position of the first token.
+        states: [tokens, hidden]
+    """
+
+    def __init__(self, request: Request, origin: int, states: FloatArray) -> None:
+        self.request = request
+        self.num_preemptions = request.num_preemptions
+        self.origin = origin  # position of the first token that the run ever had
+        self.first = origin  # position of the first token that it still has
+        self.end = origin + len(states)  # position after the last token
+        self._rows = states  # those after `end` have no meaning
+
+    def is_of(self, request: Request) -> bool:
+        """Return True if the run is the request's, which was not preempted since; names may be used again."""
+        return self.request is request and self.num_preemptions == request.num_preemptions
+
+    def between(self, start: int, end: int) -> FloatArray:
+        """Return the hidden states of the tokens from position `start` to `end`, [tokens, hidden]."""
+        return self._rows[start - self.first : end - self.first]
+
+    def drop_before(self, position: int) -> None:
+        """Forget the hidden states of the tokens before a position."""
+        if position > self.first:
+            self._rows, self.first = self.between(position, self.end).copy(), position
+
+    def put(self, position: int, states: FloatArray) -> None:
+        """Replace the hidden states from a position on."""
+        self.end = position + len(states)
+        if self.end - self.first > len(self._rows):
+            longer = np.empty((2 * (self.end - self.first), states.shape[1]), np.float32)
+            longer[: position - self.first] = self.between(self.first, position)
+            self._rows = longer
+        self.between(position, self.end)[:] = states
+
+
+class KeptStates:
+    """The runs of some requests.
+
+    Tokens whose KV was reused have no hidden states, so a run may begin behind the first token. It begins
+    anew where an iteration's tokens do not follow it.
+
+    Args:
+        most_requests: with runs at the same time; later ones get none.
+        most_tokens: of a run.
+    """
+
+    def __init__(self, most_requests: int, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_requests, self._most_tokens = most_requests, most_tokens
+        self._runs: dict[str, Run] = {}
+
+    def run_of(self, request: Request) -> Run | None:
+        """Return the request's run up to its newest computed token; None: it has none."""
+        run = self._runs.get(request.request_id)
+        if run is None or not run.is_of(request) or run.end < len(request.token_ids) - 1:
+            return None
+        return run
+
+    def wanted(self, request: Request, end: int, num_tokens: int) -> int:
+        """Return how many of the last tokens of a chunk shall have hidden states.
+
+        Args:
+            end: position after the chunk.
+            num_tokens: of the chunk.
+        """
+        if not request.params.speculation or request.is_pooled or request.images is not None:
+            return 0
+        if request.request_id not in self._runs and len(self._runs) >= self._most_requests:
+            self._runs = {name: run for name, run in self._runs.items() if not run.request.is_finished}
+            if len(self._runs) >= self._most_requests:
+                return 0
+        return max(min(num_tokens, end - len(request.token_ids) + self._most_tokens), 0)
+
+    def stop(self) -> None:
+        """Drop all hidden states, and keep no more."""
+        self._most_requests = 0
+        self._runs.clear()
+
+    def keep(self, request: Request, position: int, states: FloatArray) -> None:
+        """Keep hidden states [tokens, hidden] of tokens from a position on."""
+        name, run = request.request_id, self._runs.get(request.request_id)
+        if run is None or not run.is_of(request) or not run.first <= position <= run.end:
+            self._runs[name] = Run(request, position, states)
+            return
+        if run.end - run.first >= 2 * self._most_tokens:  # nothing reads them
+            begin = position - self._most_tokens
+            run = self._runs[name] = Run(request, begin, run.between(begin, position).copy())
+        run.put(position, states)
