@@ -61,7 +61,7 @@ class StoredForm(Dense):
     @property
     def widened(self) -> Mapping[str, int]:
         """Types that take more bits in memory than in the file -> bits in memory."""
-        bits = quantised.WIDENED if self.kernels is None else grouped.WIDENED
+        bits = quantised.WIDENED if self.kernels is None else {}
         return {name: bits[name] for name in bits if name in self.kept_types}
 
     @property

@@ -23,6 +23,7 @@ from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
 )
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import (
+    BLOCK,
     MOST_ROWS,
     PIECE_BYTES,
     TILE_ROWS,
@@ -34,7 +35,6 @@ from neo_desktop.models.linear.grouped import (
 SLICED_ROWS = 128  # most rows in slices, if the GPU's cache is small
 PLAIN_ROWS = 4  # most input rows without tensor cores, if the GPU has them.
 COUNTS = (1, 2, 4, 8, MOST_ROWS)  # of inputs, for which kernels with integers are compiled
-ROUNDED = 32  # inputs that share a scale
 ROUNDED_BLOCKS = 16  # blocks per program
 ROWS = 16  # matrix rows per program.
 TILES_ROWS = 32  # matrix rows per program on tensor cores.
@@ -179,7 +179,7 @@ def rounded(x: Tensor) -> Rounded:
     """Round rows; columns are a multiple of 32."""
     rows, columns = x.shape
     assert x.stride(1) == 1
-    blocks = columns // ROUNDED
+    blocks = columns // BLOCK
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     factors = torch.empty(rows, blocks, 4, dtype=torch.float32, device=x.device)
     _round[rows, triton.cdiv(blocks, ROUNDED_BLOCKS)](
@@ -200,7 +200,7 @@ def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
     product.launch(
         _multiply_integers,
         (x.codes.view(torch.int64), x.factors.view(torch.int64)),
-        (x.codes.shape[1] // ROUNDED,),
+        (x.codes.shape[1] // BLOCK,),
         ROWS,
         COUNT=most,
         STEP=step,
@@ -210,14 +210,13 @@ def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
 
 
 def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
-    columns, group = product.weight.columns, product.weight.coding.group
-    sizes = columns // group, _stride(x)
-    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // group}
+    sizes = product.weight.columns // BLOCK, _stride(x)
+    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // product.weight.coding.group}
     product.launch(_multiply_tiles, (x,), sizes, TILES_ROWS, **steps, num_stages=3, num_warps=NUM_WARPS)
 
 
 def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
-    sizes = product.weight.words.shape[1], _stride(x) * x.element_size() // 8
+    sizes = product.weight.columns // BLOCK, _stride(x) * x.element_size() // 8
     inputs = (x.view(torch.int64),)
     product.launch(_multiply_plain, inputs, sizes, ROWS, COUNT=most, STEP=STEP_WORDS, num_warps=NUM_WARPS)
 
@@ -261,11 +260,11 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
         rows if is_first else 0,
         out,
         len(out),
-        weight.words.shape[1],
+        weight.columns // BLOCK,
         IS_FIRST=is_first,
         **_constants(weight),
         ROWS=ROWS,
-        STEP=STEP_COLUMNS // weight.per_word,
+        STEP=STEP_COLUMNS // BLOCK,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -282,6 +281,7 @@ def _constants(weight: Grouped) -> dict[str, int]:
     table = bytes(number % 256 for number in coding.table)
     return {
         "BITS": coding.bits,
+        "FIRST": coding.planes[0],
         "CENTRE": coding.centre,
         "LOW": int.from_bytes(table[:8], "little", signed=True),
         "HIGH": int.from_bytes(table[8:], "little", signed=True),
