@@ -2,7 +2,7 @@
 
 `_multiply_integers`: a thread reads blocks of four neighbouring rows, 16 bytes at once, and keeps a sum per
 row and input. DP4A, of compute capability 6.1 or later, multiplies four codes by four inputs; the
-sum of a group becomes a float once. With x = q * scale and a weight (code - centre) * s + m:
+sum of a group becomes a float once (`from_start`). With x = q * scale and a weight (code - centre) * s + m:
 
     sum(x * weight) = sum(q * code) * s * scale + sum(q) * scale * (m - centre * s)
 
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _VARYING = ("ids", "pairs", "per_row", "out", "count", "rows", "blocks", "out_stride", "bias")
+START: tl.constexpr = tl.constexpr(0x4B400000)
 _DOT: tl.constexpr = tl.constexpr("dp4a.u32.s32 $0, $1, $2, $3;")
 _SIGNED_DOT: tl.constexpr = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 _LOOK_UP: tl.constexpr = tl.constexpr(
@@ -121,19 +122,19 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
                 minimum_unit = tl.load(minimum_units + unit, mask=given, other=0.0).to(tl.float32)
         for group in tl.static_range(GROUPS):
             at = (block * GROUPS + group) * TILE_ROWS + places
-            by = tl.load(scales + at, mask=given, other=0).to(tl.float32)
+            by = _as_floats(tl.load(scales + at, mask=given, other=0))
             if HAS_UNITS:
                 by *= scale_unit
             offset = by * -CENTRE
             if HAS_MINIMA:
-                minimum = tl.load(minima + at, mask=given, other=0).to(tl.float32)
+                minimum = _as_floats(tl.load(minima + at, mask=given, other=0))
                 if HAS_UNITS:
                     minimum *= minimum_unit
                 offset += minimum
             added = ()
             for m in tl.static_range(COUNT):
                 own_block = x_rows[m] + block
-                total = tl.zeros([STEP, ROWS], tl.int32)
+                total = tl.full([STEP, ROWS], START, tl.int32)
                 for pair in tl.static_range(4):  # of places
                     eight = tl.load(codes + own_block * 4 + pair, mask=given, other=0)
                     if GROUPS == 1 or group == 0:
@@ -143,7 +144,7 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
                         four = _four_codes(packed, 2 * pair + 1, BITS, FIRST, LOW, HIGH, IS_INTERPRETED)
                         total = _dot(four, (eight >> 32).to(tl.int32), total, LOW != 0, IS_INTERPRETED)
                 factor = tl.load(factors + own_block * 2, mask=given, other=0)
-                value = sums[m] + total.to(tl.float32) * by * _low(factor)
+                value = sums[m] + from_start(total) * by * _low(factor)
                 if HAS_MINIMA or CENTRE != 0:
                     if GROUPS == 1:
                         met = _high(factor)
@@ -166,7 +167,7 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
 
 
 @triton.jit
-def _row(own, place: tl.constexpr, leader, count, IS_EXPERT: tl.constexpr):
+def _row(own, place, leader, count, IS_EXPERT: tl.constexpr):
     """Return the number of a row, or of a block's pair; repeat one if there are fewer."""
     if IS_EXPERT:
         pair = tl.load(own + place)
@@ -174,6 +175,25 @@ def _row(own, place: tl.constexpr, leader, count, IS_EXPERT: tl.constexpr):
     else:
         row = tl.minimum(place, count - 1)
     return row.to(tl.int64)
+
+
+@triton.jit
+def _as_floats(values):
+    """Convert scales; those in 8 bits by their place in the mantissa of 2 ** 23, faster than conversions."""
+    if values.dtype == tl.uint8:
+        floats = (values.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif values.dtype == tl.int8:
+        bits = (values.to(tl.int32) & 255) ^ 0x4B000080
+        floats = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        floats = values.to(tl.float32)
+    return floats
+
+
+@triton.jit
+def from_start(total):
+    """Return a sum of integers that started at `START`, the bits of 1.5 * 2 ** 23, as a float."""
+    return total.to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
@@ -213,12 +233,19 @@ def _four_codes(
             MASK: tl.constexpr = (2**SECOND - 1) << FIRST
             UP: tl.constexpr = FIRST - place * SECOND % 8
             four |= (above << UP if UP >= 0 else above >> -UP) & (MASK * 0x01010101)
-    elif IS_INTERPRETED:
-        four = word & 0
-        for i in tl.static_range(4):
-            four |= (looked_up((word >> (16 * part + 4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
     else:
-        half = word >> (16 * part)
+        four = numbers_of(word >> (16 * part), LOW, HIGH, IS_INTERPRETED)
+    return four
+
+
+@triton.jit
+def numbers_of(half, LOW: tl.constexpr, HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Return the numbers of four codes in the lower half of a word, in bytes."""
+    if IS_INTERPRETED:
+        four = half & 0
+        for i in tl.static_range(4):
+            four |= (looked_up((half >> (4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
+    else:
         four = tl.inline_asm_elementwise(
             _LOOK_UP,
             "=r,r,r,r,r,r,r",
