@@ -1,4 +1,4 @@
-"""Weights of a GPU that stay in 2, 4 or 8 bits.
+"""Weights of a GPU that stay in 2 to 8 bits.
 
 Kernels multiply few rows by packed weights, and may round inputs to 8 bits as on a CPU. For more rows they
 dequantise the weights to the model's dtype, piece by piece.

@@ -1,4 +1,4 @@
-"""Matmuls of few rows with a matrix of 2, 4 or 8 bits, and dequantisation of its rows.
+"""Matmuls of few rows with a matrix of 2 to 8 bits, and dequantisation of its rows.
 
 With few rows, a matmul should take as long as reading the matrix. At the level "integers" inputs are rounded
 to 8 bits per block of 32, as on a CPU; at "exact" neither weights nor inputs are rounded.
@@ -165,7 +165,7 @@ def multiply_pairs(
         bias: [experts * rows]
         rows: Matrix rows per expert, a multiple of 64.
         ids: [pairs] int32: the pairs' experts.
-        blocks: [blocks, count] int32: pairs; count is 1, 4, 8 or 16.
+        blocks: [blocks, count] int32: pairs; count is 1, 4, 8, 16 or 64.
         out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
     count = blocks.shape[1]
