@@ -3,10 +3,12 @@
     python -m benchmarks.gpu_budget
 
 It counts what Triton compiled (tests/kernels/sass_budget.json): instructions per weight for a matrix of 4,096
-columns, registers, spilled bytes and shared memory. A card has so many instructions per weight: those that
-its multiprocessors issue while memory delivers a weight. Above 100 % instructions, and not memory, are the
-limit. "~": code for 8.6, since the budget has none for the card. This measures nothing: it knows neither latencies nor queues, nor units that are slower than the issue
-of instructions. Exits with 1 if a limit is exceeded.
+columns, registers, spilled bytes and shared memory. A card has so many instructions per weight as its
+multiprocessors issue while memory delivers a weight. Above 100 % instructions, and not memory, are the limit.
+"~" marks code for 8.6, where the budget has none for the card.
+
+This measures nothing: it knows neither latencies nor queues, nor units that are slower than the issue of
+instructions. Exits with 1 if a limit is exceeded.
 """
 
 import re

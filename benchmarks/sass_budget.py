@@ -160,7 +160,9 @@ def main() -> None:
     for version in arguments.triton or [triton.__version__]:
         folder = None if version == triton.__version__ else installed_beside(version)
         found = table(compile_all(folder, arguments.only))
-        chosen = {k: v for k, v in budget.get(version, {}).items() if re.search(arguments.only, variant_of(k))}
+        chosen = {
+            k: v for k, v in budget.get(version, {}).items() if re.search(arguments.only, variant_of(k))
+        }
         print(f"Triton {version}")
         if version in budget:
             print("\n".join(worse(chosen, found)) or "nothing is worse than its budget")

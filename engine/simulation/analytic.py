@@ -33,8 +33,8 @@ from neo_desktop.models.linear.protocol import WeightFormat
 KERNEL_MS = 0.002
 BUS_LATENCY_MS = 0.0107
 # Scheduling, graph launch and reading sampled tokens: an H100's iterations of 1, 8 and 32 requests took 0.37,
-# 0.53 and 0.86 ms beside the device's work (docs/performance.md). Its host launched slowly, a virtual machine;
-# a desktop's core is no slower. llama.cpp's token takes 0.28 ms on consumer PCs, by the fit in `shares`.
+# 0.53 and 0.86 ms beside the device's work (docs/performance.md). Its host, a virtual machine, launched
+# slowly; a desktop's core is no slower. llama.cpp's token takes 0.28 ms on consumer PCs (`shares`).
 ITERATION_MS = 0.37
 REQUEST_MS = 0.016
 HEAD_KERNELS = 12

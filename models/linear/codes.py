@@ -44,9 +44,7 @@ class Coding:
         Four codes are in one byte each, for DP4A, or in neighbouring half bytes, for look-ups.
         """
         apart, step = (16, 4) if self.table else (plane, 8)
-        return tuple(
-            tuple(apart * place + step * code for code in range(4)) for place in range(8 // plane)
-        )
+        return tuple(tuple(apart * place + step * code for code in range(4)) for place in range(8 // plane))
 
 
 CODINGS = {

@@ -143,7 +143,13 @@ def test_all_that_is_needed_is_launched_before_the_first_iteration(
                 (str(self.kernel), constants.get("COUNT", constants.get("IS_FIRST")), constants["GROUP"])
             )
 
-    for name in ("_multiply_integers", "_multiply_matrices", "_multiply_plain", "_multiply_tiles", "_dequantise"):
+    for name in (
+        "_multiply_integers",
+        "_multiply_matrices",
+        "_multiply_plain",
+        "_multiply_tiles",
+        "_dequantise",
+    ):
         monkeypatch.setattr(in_triton, name, Launcher(name))
     linear.launch_all()
     by_count: set[tuple[str, object]] = {

@@ -298,7 +298,9 @@ def inspected(variant: str, capability: int, kernel: str, compiled: Any) -> Comp
         compiled.metadata.shared,
         programs,
         per_32[0],
-        per_1000_weights(kernel, compiled, len(loop), sum("NOP" not in text for _, text in instructions(cubin))),
+        per_1000_weights(
+            kernel, compiled, len(loop), sum("NOP" not in text for _, text in instructions(cubin))
+        ),
         *per_32[1:],
     )
 

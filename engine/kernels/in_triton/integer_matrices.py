@@ -28,8 +28,8 @@ MATRIX_ROWS = 32  # per program: eight quads of threads, four rows each
 def instructions(*, is_signed: bool, is_whole: bool, has_large: bool) -> str:
     """Return PTX that multiplies places of 16 rows by those of eight inputs.
 
-    Operands: four sums; codes of the first place in the first and the second row, the same of the second place
-    if there are two; the inputs' places.
+    Operands: four sums; codes of the first place in two rows; the same of the second place if there are two;
+    the inputs' places.
 
     Args:
         is_signed: codes are signed.
@@ -42,12 +42,16 @@ def instructions(*, is_signed: bool, is_whole: bool, has_large: bool) -> str:
         codes = ", ".join(code for *both, _ in places for code in both)
         inputs = ", ".join(each for *_, each in places)
         shape = "m16n8k32" if is_whole else "m16n8k16"
-        lines = [f"mma.sync.aligned.{shape}.{kind} {{$0, $1, $2, $3}}, {{{codes}}}, {{{inputs}}}, {{z, z, z, z}};"]
+        lines = [
+            f"mma.sync.aligned.{shape}.{kind} {{$0, $1, $2, $3}}, {{{codes}}}, {{{inputs}}}, {{z, z, z, z}};"
+        ]
     else:
         lines, sums = [], ("z, z", "z, z")
         for *both, inputs in places:
             for code, into, start in zip(both, ("$0, $1", "$2, $3"), sums, strict=True):
-                lines.append(f"mma.sync.aligned.m8n8k16.{kind} {{{into}}}, {{{code}}}, {{{inputs}}}, {{{start}}};")
+                lines.append(
+                    f"mma.sync.aligned.m8n8k16.{kind} {{{into}}}, {{{code}}}, {{{inputs}}}, {{{start}}};"
+                )
             sums = ("$0, $1", "$2, $3")
     return f"{{ .reg .b32 z; mov.b32 z, 0x4B400000; {' '.join(lines)} }}"
 
@@ -158,10 +162,11 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
             for i in tl.static_range(8):
                 new = new + (sums[8 * eight + i],)
             if 8 * eight < given_inputs:
+                two = own_factors[2 * eight], own_factors[2 * eight + 1]
                 new = _add_eight(
                     new, fours, by, offsets, codes + own_codes[eight] + block * 4,
-                    factors + own_factors[2 * eight] + block * 2, factors + own_factors[2 * eight + 1] + block * 2,
-                    given, GROUPS, HAS_MINIMA or CENTRE != 0, MULTIPLY, LOW != 0, IS_INTERPRETED,
+                    factors + two[0] + block * 2, factors + two[1] + block * 2, given,
+                    GROUPS, HAS_MINIMA or CENTRE != 0, MULTIPLY, LOW != 0, IS_INTERPRETED,
                 )  # fmt: skip
             added = added + new
         sums = added
@@ -248,10 +253,11 @@ def _rows_of(four):
 @triton.jit
 def _together(sums, first: tl.constexpr):
     """Return eight sums as `[threads, 2 (inputs), 2, 2 (rows)]`; the last dimension has rows 0 and 2."""
-    inputs = ()
-    for i in tl.static_range(0, 8, 2):
-        inputs = inputs + (tl.join(sums[first + i], sums[first + i + 1]),)
-    return tl.join(tl.join(inputs[0], inputs[1]), tl.join(inputs[2], inputs[3]))
+    first_row = tl.join(sums[first], sums[first + 1])
+    second_row = tl.join(sums[first + 2], sums[first + 3])
+    third_row = tl.join(sums[first + 4], sums[first + 5])
+    fourth_row = tl.join(sums[first + 6], sums[first + 7])
+    return tl.join(tl.join(first_row, second_row), tl.join(third_row, fourth_row))
 
 
 @triton.jit

@@ -138,7 +138,9 @@ def _multiply_few(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, ou
         assert x.shape[1] == weight.columns
         product = Product(weight, offset, weight.rows, target, len(x))
         if isinstance(inputs, Rounded):
-            _multiply_by_integers(inputs, product, next((each for each in COUNTS if len(x) <= each), COUNTS[-1]))
+            _multiply_by_integers(
+                inputs, product, next((each for each in COUNTS if len(x) <= each), COUNTS[-1])
+            )
         elif len(x) > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
             _multiply_in_tiles(inputs, product, MOST_ROWS)
         else:

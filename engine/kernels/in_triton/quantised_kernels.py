@@ -65,7 +65,6 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    SECOND: tl.constexpr = BITS - FIRST
     PLACES: tl.constexpr = 8 // FIRST  # of a word
     GROUPS: tl.constexpr = 32 // GROUP  # of a block; a place with an odd number is in the second
     dtype: tl.constexpr = out.dtype.element_ty
@@ -102,15 +101,19 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
-    loaded = _load_words(0, words_per_row, words, scales, minima, scale_units, minimum_units, places,
-                         BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP)  # fmt: skip
+    loaded = _load_words(
+        0, words_per_row, words, scales, minima, scale_units, minimum_units, places,
+        BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
+    )  # fmt: skip
     for start in range(0, words_per_row, STEP):
         now, above, factors, offsets, unit, minimum_unit = loaded
         column = start + tl.arange(0, STEP)[:, None]  # column of words
         in_row = column < words_per_row
         # loaded during the computation of this step
-        loaded = _load_words(start + STEP, words_per_row, words, scales, minima, scale_units, minimum_units,
-                             places, BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP)  # fmt: skip
+        loaded = _load_words(
+            start + STEP, words_per_row, words, scales, minima, scale_units, minimum_units, places,
+            BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
+        )  # fmt: skip
         block = column // FIRST
         place = column % FIRST * PLACES
         if FIRST < BITS:
@@ -139,7 +142,9 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
                             code = (now >> (16 * i + 4 * (load * PER_LOAD + j))) & 15
                             number = looked_up(code, LOW, HIGH).to(tl.float32) * by
                         else:
-                            number = _code(now, above, i, load * PER_LOAD + j, power, BITS, FIRST) * by + shift
+                            number = (
+                                _code(now, above, i, load * PER_LOAD + j, power, BITS, FIRST) * by + shift
+                            )
                         added = ()
                         all_met = ()
                         for m in tl.static_range(COUNT):
@@ -205,16 +210,18 @@ def _load_words(
         above = tl.load(words + (block * BITS + word) * TILE_ROWS + places, mask=in_row, other=0)
     factors = ()
     offsets = ()
+    scale = now
     for half in tl.static_range(GROUPS):
         group = (block * GROUPS + half) * TILE_ROWS + places
-        factors = factors + (tl.load(scales + group, mask=in_row, other=0),)
+        scale = tl.load(scales + group, mask=in_row, other=0)
+        factors = factors + (scale,)
         if HAS_MINIMA:
             offsets = offsets + (tl.load(minima + group, mask=in_row, other=0),)
         else:
-            offsets = offsets + (factors[half],)
+            offsets = offsets + (scale,)
     at = block // (UNIT // 32) * TILE_ROWS + places
-    unit = factors[0]
-    minimum_unit = factors[0]
+    unit = scale
+    minimum_unit = scale
     if HAS_UNITS:
         unit = tl.load(scale_units + at, mask=in_row, other=0.0)
         minimum_unit = unit
