@@ -120,11 +120,11 @@ class Grouped:
 
 def _packed(codes: Tensor, coding: Coding) -> Tensor:
     """Pack codes `[rows, blocks, 32]` uint8 into words `[rows, blocks, bits]`."""
-    places = codes.unflatten(2, (2, 4, 4)).transpose(2, 3).flatten(2, 3).int()
+    places = torch.unflatten(codes, 2, (2, 4, 4)).transpose(2, 3).flatten(2, 3).int()
     words, below = [], 0
     for plane in coding.planes:
         shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=codes.device)
-        parts = ((places >> below) & (2**plane - 1)).unflatten(2, (plane, -1))
+        parts = torch.unflatten((places >> below) & (2**plane - 1), 2, (plane, -1))
         words.append((parts << shifts).sum((3, 4), dtype=torch.int32))
         below += plane
     return torch.cat(words, 2)
@@ -132,14 +132,14 @@ def _packed(codes: Tensor, coding: Coding) -> Tensor:
 
 def _unpacked(words: Tensor, coding: Coding) -> Tensor:
     """Return the codes `[rows, columns]` int32 of words `[rows, blocks * bits]`."""
-    planes = words.unflatten(1, (-1, coding.bits)).split(coding.planes, 2)
+    planes = torch.unflatten(words, 1, (-1, coding.bits)).split(coding.planes, 2)
     places, below = torch.zeros((), dtype=torch.int32, device=words.device), 0
     for plane, part in zip(coding.planes, planes, strict=True):
         shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=words.device)
         codes = (part[:, :, :, None, None] >> shifts) & (2**plane - 1)
         places = places + (codes.flatten(2, 3) << below)
         below += plane
-    return places.unflatten(2, (4, 2)).transpose(2, 3).flatten(1)
+    return torch.unflatten(places, 2, (4, 2)).transpose(2, 3).flatten(1)
 
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
