@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_budget
 
 It counts what Triton compiled (tests/kernels/sass_budget.json): instructions per weight for a matrix of 4,096
-columns, registers, spilled bytes and shared memory. A card has so many instructions per weight as its
-multiprocessors issue while memory delivers a weight. Above 100 % instructions, and not memory, are the limit.
+columns, registers, spilled bytes and shared memory. A card issues a number of instructions while its
+memory delivers a weight. Above 100 % instructions, and not memory, are the limit.
 "~" marks code for 8.6, where the budget has none for the card.
 
 This measures nothing: it knows neither latencies nor queues, nor units that are slower than the issue of
@@ -82,7 +82,7 @@ def weight_bytes(type_name: str) -> float:
 
 
 def share(count: Count, gpu: GpuPreset) -> float:
-    """Return the instructions that a product needs at full bandwidth, as a share of those of the card."""
+    """Return the instructions that a product needs at full bandwidth, as a share of what the card issues."""
     weights_per_s = gpu.memory_bytes_per_s / weight_bytes(count.type_name)
     return count.instructions * weights_per_s / instructions_per_s(gpu)
 

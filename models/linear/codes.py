@@ -39,7 +39,7 @@ class Coding:
         return (low, self.bits - low) if self.bits > low else (low,)
 
     def shifts(self, plane: int) -> tuple[tuple[int, ...], ...]:
-        """Return the positions of a word's codes, `[places of a word][4]`, in a plane of so many bits.
+        """Return the positions of a word's codes, `[places of a word][4]`, in a plane of these bits.
 
         Four codes are in one byte each, for DP4A, or in neighbouring half bytes, for look-ups.
         """
