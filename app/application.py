@@ -85,7 +85,7 @@ def create_app(
     app.add_middleware(Warnings)
     app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
-    api = create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases)
+    api = create_api(host, model_aliases=model_aliases)
     app.mount("/v1", api)
 
     @app.get("/openapi.json")

@@ -15,7 +15,7 @@ from neo_desktop.app.commands.models_command import models
 from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
-from neo_desktop.app.commands.terminal import loading_bar, print_rows, set_up_logging, stderr, stdout
+from neo_desktop.app.commands.terminal import loading_bar, print_rows, stderr, stdout
 from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
@@ -96,7 +96,6 @@ def chat(
     debug: opt.Debug = False,
 ) -> None:
     """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
-    set_up_logging(debug)
     from neo_desktop.app.commands.serve_command import run_server
 
     run_server(options, with_page=True, open_browser=browser)
@@ -106,7 +105,6 @@ def chat(
 @with_flags
 def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
     """Serve the OpenAI-compatible API without the page."""
-    set_up_logging(debug)
     from neo_desktop.app.commands.serve_command import run_server
 
     run_server(options)
@@ -115,7 +113,6 @@ def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
 @app.command(epilog="Example: neo-desktop info --json machine.json")
 def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
-    set_up_logging(debug)
     from neo_desktop.app.commands.machine_table import machine_rows
     from neo_desktop.engine.profiling.hardware import machine_info
 
@@ -128,7 +125,6 @@ def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
 @with_flags
 def worker(options: WorkerOptions, debug: opt.Debug = False) -> None:
     """Hold KV of another computer's chats, and attend to it: an attention worker, for 'serve --workers'."""
-    set_up_logging(debug)
     from neo_desktop.app.commands.worker_command import run_worker
 
     run_worker(options)
@@ -176,7 +172,6 @@ def doctor(
     debug: opt.Debug = False,
 ) -> None:
     """Check everything that a model needs of this computer, and say what serves where something fails."""
-    set_up_logging(debug)
     from neo_desktop.app.commands.doctor_command import run_doctor, run_measure
     from neo_desktop.app.shelf.catalogue import with_model
     from neo_desktop.engine.doctor.trials import Subject

@@ -14,7 +14,7 @@ def main() -> None:
             raise
         sys.exit(
             f"error: {error.name} is missing. neo-desktop is installed as a library: its commands need\n"
-            f"    pip install 'neo-desktop[server]'"
+            f"    {sys.executable} -m pip install 'neo-desktop[server]'"
         )
 
 

@@ -67,7 +67,7 @@ def check_openai(url: str, model: str) -> None:
     parts = client.chat.completions.create(temperature=0, stream=True, **asked)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
     forced = client.chat.completions.create(tools=[TOOL], tool_choice="required", **asked)
-    check_arguments(forced.choices[0].message.tool_calls[0].function.arguments)  # type: ignore[index, union-attr]
+    check_arguments(forced.choices[0].message.tool_calls[0].function.arguments)
     form: Any = {"type": "json_schema", "json_schema": {"name": "size", "schema": SCHEMA}}
     check_arguments(
         client.chat.completions.create(response_format=form, **asked).choices[0].message.content or ""
@@ -94,14 +94,15 @@ def check_arguments(text: str) -> None:
 
 
 def check_langchain(url: str, model: str) -> None:
-    chat = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=model, max_tokens=200, timeout=120)
+    asked: Any = {"api_key": "none", "model": model, "max_tokens": 200, "timeout": 120}
+    chat = ChatOpenAI(base_url=f"{url}/v1", **asked)
     bound = chat.bind_tools([TOOL], tool_choice="choose")
     (call,) = bound.invoke("Choose a size.").tool_calls[:1]
     check_arguments(json.dumps(call["args"]))
-    streamed = None
+    streamed: Any = None
     for part in bound.stream("Choose a size."):
         streamed = part if streamed is None else streamed + part
-    check_arguments(json.dumps(streamed.tool_calls[0]["args"]))  # type: ignore[union-attr]
+    check_arguments(json.dumps(streamed.tool_calls[0]["args"]))
     schema = SCHEMA | {"title": "Size", "description": "A choice."}
     for method in ("function_calling", "json_schema"):
         value = chat.with_structured_output(schema, method=method).invoke("Choose a size.")
@@ -116,13 +117,14 @@ def check_anthropic(url: str, model: str) -> None:
         assert "".join(stream.text_stream)
     tool: Any = {"name": "choose", "description": "Choose a size.", "input_schema": SCHEMA}
     message = client.messages.create(tools=[tool], tool_choice={"type": "any"}, **asked)
-    check_arguments(json.dumps(message.content[0].input))  # type: ignore[union-attr]
+    check_arguments(json.dumps(message.content[0].input))
     assert client.messages.count_tokens(model=model, messages=QUESTION).input_tokens > 5
 
 
 def check_llm_comply(url: str, model: str, form: str) -> str:
-    command = [BIN / "llm-comply", "--format", form, "-u", f"{url}/v1", "-k", "none", "-m", model, "--json"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    options = ["--format", form, "-u", f"{url}/v1", "-k", "none", "-m", model, "--json"]
+    program = BIN / "llm-comply"
+    finished = subprocess.run([program, *options], capture_output=True, text=True, timeout=600, check=False)
     results = json.loads(finished.stdout)["results"]
     failed = {result["id"]: result["errors"] for result in results if result["status"] == "failed"}
     unknown = {name: errors for name, errors in failed.items() if name not in KNOWN_GAPS}
@@ -137,7 +139,7 @@ def check_schemathesis(url: str, num_cases: int) -> str:
     num_operations = sum(
         len(methods) for methods in httpx.get(f"{url}/openapi.json").json()["paths"].values()
     )
-    command = [
+    command: list[str | Path] = [
         BIN / "schemathesis", "run", f"{url}/openapi.json", "--checks", checks, "--phases", "fuzzing",
         "--max-examples", str(max(1, num_cases // num_operations)), "--request-timeout", "120",
         "--continue-on-failure", "--no-color", "--suppress-health-check", "all",

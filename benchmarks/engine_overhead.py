@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,7 +54,7 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
     blocks += num_requests**2  # left free by admission
     sizes = {KVTier.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, KVTier.HOST: blocks}
     chosen = get_policy(policy)
-    scheduler = Scheduler(
+    scheduler: Scheduler[Request] = Scheduler(
         KVCache({tier: sizes.get(tier, 0) for tier in chosen.tiers}, BLOCK_SIZE),
         chosen,
         SchedulerLimits(8192, num_requests),
@@ -96,17 +97,18 @@ def step(
     """Run an iteration; return its plan and the durations of PARTS and BESIDE, in ms."""
     clock = Clock()
     plan = scheduler.schedule()
+    assert plan is not None
     clock.end("plan")
     members = [BatchMembers.of(sub_batch, MEASURED_TIERS) for sub_batch in plan.sub_batches]
-    GraphKey.of(plan, members, MEASURED_TIERS, BLOCK_SIZE).rounded()
+    GraphKey.of(members, MEASURED_TIERS, np.empty(0, np.int32), has_copies=bool(plan.copies)).rounded()
     clock.end("its rows")
     scheduler.look_ahead()
     clock.end("decide ahead")
     time.sleep(pause_ms / 1e3)
     clock.end("pause")
-    sampled = [sequence for sequence in plan.sequences if sequence.sampling is not None]
-    tokens = sample(logits[: len(sampled)], [sequence.sampling for sequence in sampled])
-    by_request = {sequence.request_id: token for sequence, token in zip(sampled, tokens, strict=True)}
+    inputs = {each.request_id: each.sampling for each in plan.sequences if each.sampling is not None}
+    tokens = sample(logits[: len(inputs)], list(inputs.values()))
+    by_request = {name: token for name, token in zip(inputs, tokens, strict=True) if token is not None}
     clock.end("sample")
     gained = scheduler.update(IterationResult(by_request, {}))
     clock.end("book")

@@ -65,7 +65,7 @@ def lines(path: Path) -> list[Any]:
 
 
 def ask(
-    client: openai.OpenAI, model: str, question: Any, choice: str, *, several: bool
+    client: openai.OpenAI, model: str, question: Any, choice: Any, *, several: bool
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return the calls that the model made, and whether all calls fit their schemas."""
     schemas = {
@@ -83,7 +83,7 @@ def ask(
         model=model,
         messages=question["question"][0],
         tools=tools,
-        tool_choice=choice,  # type: ignore[arg-type]
+        tool_choice=choice,
         parallel_tool_calls=several,
         temperature=0,
         max_tokens=256,

@@ -4,8 +4,9 @@ The sizes are those of an 8B model; the data exceed a GPU's caches.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -190,9 +191,7 @@ def product_cases(
             outs = torch.empty(MATRICES, count, rows, dtype=dtype, device=device)
             yield Case(
                 f"product of {count} rows and a matrix of {rows} x {columns} in {name}",
-                lambda weights=weights, x=x, outs=outs: [
-                    multiply_packed(x, [weight], None, out) for weight, out in zip(weights, outs, strict=True)
-                ],
+                partial(multiply_all, x, weights, outs),
                 (outs[0],),
                 (grouped.rounded(x) @ floats.T,),
                 sum(weight.nbytes for weight in weights) + MATRICES * (x.nbytes + outs[0].nbytes),
@@ -200,11 +199,17 @@ def product_cases(
         found = torch.empty(rows, columns, dtype=dtype, device=device)
         yield Case(
             f"{rows} x {columns} floats of a matrix in {name}",
-            lambda weight=weights[0], found=found: dequantise(weight, 0, found),
+            partial(dequantise, weights[0], 0, found),
             (found,),
             (floats,),
             weights[0].nbytes + found.nbytes,
         )
+
+
+def multiply_all(x: Tensor, weights: Sequence[Grouped], outs: Tensor) -> None:
+    """Multiply the rows with each matrix."""
+    for weight, out in zip(weights, outs, strict=True):
+        multiply_packed(x, [weight], None, out)
 
 
 def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -> Case:
@@ -272,7 +277,7 @@ def elapsed_ms(launch: Callable[[], object], repetitions: int = 10, at_once: int
         graph.replay()
         end.record()
         end.synchronize()
-        times_ms.append(begin.elapsed_time(end) / at_once)
+        times_ms.append(float(begin.elapsed_time(end)) / at_once)
     return statistics.median(times_ms)
 
 
@@ -305,7 +310,7 @@ def check_kernels() -> None:
             time_ms = elapsed_ms(case.launch)
             source = torch.empty(case.num_bytes // 2, dtype=torch.int8, device=device)
             target = torch.empty_like(source)
-            copy_ms = elapsed_ms(lambda target=target, source=source: target.copy_(source))
+            copy_ms = elapsed_ms(partial(target.copy_, source))
             print(
                 f"kernel {str(dtype).removeprefix('torch.')}, {case.name}: {1000 * time_ms:.0f} us, "
                 f"{case.num_bytes / time_ms / 1e6:.0f} GB/s, {copy_ms / time_ms:.0%} of a copy's bandwidth"

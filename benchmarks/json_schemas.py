@@ -74,13 +74,14 @@ class SchemaMaker:
         return {"type": "string", "minLength": low, "maxLength": low + self._random.randrange(12)}
 
     def _number(self) -> dict[str, Any]:
-        low, high = sorted(self._random.randint(-1000, 1000) for _ in range(2))
-        schema: dict[str, Any] = {"type": "integer"}
+        bounds: list[float] = sorted(self._random.randint(-1000, 1000) for _ in range(2))
+        low, high = bounds
+        kind = "integer"
         if self._random.random() < 0.5:
-            schema = {"type": "number"}
-            low, high = low / 8, high / 8 + 1
-        schema |= {self._random.choice(["minimum", "exclusiveMinimum"]): low}
-        return schema | {self._random.choice(["maximum", "exclusiveMaximum"]): high + 2}
+            kind, low, high = "number", low / 8, high / 8 + 1
+        lower = self._random.choice(["minimum", "exclusiveMinimum"])
+        upper = self._random.choice(["maximum", "exclusiveMaximum"])
+        return {"type": kind, lower: low, upper: high + 2}
 
     def _choice(self) -> dict[str, Any]:
         values: list[Any] = [None, True, 0, -3, 2.5, "", "a", 'b"\\', "ünï", [], [1, "x"], {}, {"k": [None]}]
@@ -168,8 +169,8 @@ def why_invalid(schema: dict[str, Any], text: str) -> str | None:
     except ValueError as error:
         return f"no JSON: {error}"
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    error = next(jsonschema.Draft202012Validator(schema, format_checker=checker).iter_errors(value), None)
-    return None if error is None else error.message
+    found = next(jsonschema.Draft202012Validator(schema, format_checker=checker).iter_errors(value), None)
+    return None if found is None else str(found.message)
 
 
 def batches(maker: SchemaMaker, count: int, size: int) -> Iterator[list[dict[str, Any]]]:

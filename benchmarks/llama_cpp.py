@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gguf_writer import ARCHITECTURES, write_gguf
 from benchmarks.shown import model_arguments
 from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
-from neo_desktop.app.llamacpp.gguf_writer import ARCHITECTURES, write_gguf
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -74,7 +74,7 @@ def check_expressible(config: ModelConfig) -> None:
     elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
         reason = f"the rotation {type(scaling).__name__}"
     if reason is not None:
-        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: leave --baseline out")
+        raise ValueError(f"llama.cpp cannot run this model, because of {reason}: choose another one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def opened(browser: Any, url: str) -> tuple[Page, int, float]:
 
 def is_browser(command: list[str] | None) -> bool:
     """True for the first process of this script's browser."""
-    return bool(command) and PORT in command and not any(part.startswith("--type=") for part in command)
+    return command is not None and PORT in command and not any(part.startswith("--type=") for part in command)
 
 
 FRAMES = """() => {

@@ -1,13 +1,11 @@
-"""Shared parts of the benchmarks: model options, and the report in the terminal and as JSON."""
+"""Shared parts of the benchmarks: model options, progress, tables."""
 
 import argparse
-import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from neo_desktop.app.bench.section import render_section
+from rich import box
+from rich.table import Table
+
 from neo_desktop.app.commands.terminal import stdout
 
 
@@ -15,19 +13,19 @@ def progress(share: float, what: str) -> None:
     print(f"{share:.0%} {what}", flush=True)
 
 
-def show(reports: Iterable[Any], file: Path | None = None) -> Any:
-    """Run a benchmark to its end; print its last report and write it to the file."""
-    *_, report = reports
-    stdout.print(render_section(report.section()), highlight=False)
-    if file is not None:
-        file.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    return report
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows under their headings, the first column to the left."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*map(str, row))
+    stdout.print(table, highlight=False)
 
 
 def model_arguments(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shape", help="random weights in this shape; default: the built-in model")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     return parser

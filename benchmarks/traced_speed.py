@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -43,7 +44,8 @@ def save(folder: Path, family: str, dtype: torch.dtype) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - large
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES)).to(dtype)
+    config: Any = CONFIG_MAPPING[family]
+    model = AutoModelForCausalLM.from_config(config(**SIZES)).to(dtype)
     model.save_pretrained(folder)
 
 

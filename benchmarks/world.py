@@ -39,7 +39,8 @@ def stored() -> dict[tuple[str, str], float]:
     """Return the tables of engine/simulation/shares.py."""
     found = {
         (name, key): value
-        for name, each in (*shares.CARDS.items(), *shares.HOSTS.items())
+        for table in (shares.CARDS, shares.HOSTS)
+        for name, each in table.items()
         for key, value in each._asdict().items()
     }
     times = {"mixture_us": shares.MIXTURE_US, "recurrent_us": shares.RECURRENT_US}
@@ -84,7 +85,7 @@ class Case:
 
     def error(self, found: Parameters) -> float:
         """Return predicted / published speed - 1."""
-        return 1 / (self.seconds(found) * self.row["tps"]) - 1
+        return 1 / (self.seconds(found) * float(self.row["tps"])) - 1
 
 
 def cases() -> list[Case]:

@@ -6,6 +6,8 @@ memory, and the CPU computes it: weights of the model that leave the GPU would c
 """
 
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,12 +22,12 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.loading import LoadedModel, load, open_model
+from neo_desktop.engine.loading import LoadedModel, asked_dtype, choose_dtype, kept_form, load, open_model
 from neo_desktop.engine.options import GIB, MAX_BATCH_TOKENS, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.rates import measured_rates
-from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.profiling.weight_memory import check_weights_fit, plan_memory
 from neo_desktop.engine.speculate.draft_model import DraftModel
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
@@ -52,13 +54,13 @@ class Drafting:
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
         self._executor: Executor | None = None  # of the drafter
-        checkpoint = open_model(options.draft_model)
+        self._checkpoint = checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
         if checkpoint.config().state_bytes:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        model = open_model(options.model)
+        self.model = model = open_model(options.model)  # the model's checkpoint
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -75,7 +77,7 @@ class Drafting:
             try:
                 self._load(device, config.vocab_size)
                 taken = free.device_bytes - FreeMemory.now(device).device_bytes
-                options = self._charged("gpu_memory_gib", taken)
+                options = _charged(self.options, "gpu_memory_gib", taken)
                 if plan(options) is None:
                     self.options = options
                     logger.info("%s drafts on the GPU, in %.2f GB", self._name, taken / 1e9)
@@ -86,7 +88,7 @@ class Drafting:
             self.drafter = None  # the model and the draft model do not fit together
             self._release()
         taken = self._load(HOST, config.vocab_size)
-        self.options = self._charged("cpu_memory_gib", taken)
+        self.options = _charged(self.options, "cpu_memory_gib", taken)
         logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
         return plan(self.options)
 
@@ -103,39 +105,10 @@ class Drafting:
             self._executor = None
         return_memory()
 
-    def _charged(self, cap: str, taken: int) -> EngineOptions:
-        """Return the options with a limit on memory that is lower by the draft model's bytes.
-
-        Raises:
-            MemoryError: the draft model takes more than the limit.
-        """
-        gib = getattr(self.options, cap)
-        if gib is None:
-            return self.options
-        if gib <= taken / GIB:
-            raise MemoryError(
-                f"the draft model takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or "
-                "choose a smaller draft model"
-            )
-        return replace(self.options, **{cap: gib - taken / GIB})
-
     def _load(self, device: torch.device, vocab_size: int) -> int:
         """Load the draft model on a device, and measure it; return the bytes of its KV."""
-        assert self.options.draft_model is not None
-        weights_dtype = self.options.weights_dtype
-        if device == HOST and weights_dtype == "exact":  # a CPU's kernels round inputs
-            weights_dtype = "auto"
-        options = replace(
-            self.options,
-            model=self.options.draft_model,
-            draft_model=None,
-            speculate="off",
-            device=device.type,
-            weights_dtype=weights_dtype,
-            gpu_weights_gib=None,
-            gpu_slice=self.options.gpu_slice if device.type == "cuda" else None,
-        )
-        loaded = load(options)
+        options = _own_options(self.options, device)
+        loaded = load(options, checkpoint=self._checkpoint)
         decoder, config = loaded.decoder, loaded.config
         pool = _pool(loaded, options)
         max_tokens = MAX_BATCH_TOKENS[device.type]
@@ -155,16 +128,98 @@ class Drafting:
         return sum(part.nbytes for part in pool.parts)
 
 
+def plan_beside(
+    draft: ModelConfig,
+    stored: WeightFormat,
+    options: EngineOptions,
+    device: torch.device,
+    free: FreeMemory,
+    plan: Callable[[EngineOptions, FreeMemory], WeightPlan | None],
+) -> tuple[EngineOptions, FreeMemory]:
+    """Predict the options and the free memory that `Drafting.plan` leaves for the model.
+
+    Args:
+        stored: the draft model's format of matrices in its files.
+        plan: plans the placement of the model's weights.
+
+    Raises:
+        MemoryError: the draft model does not fit.
+    """
+    if device.type == "cuda":
+        with suppress(MemoryError):
+            left = _left(draft, stored, options, device, free)
+            if plan(*left) is None:
+                return left
+    return _left(draft, stored, options, HOST, free)
+
+
+def _left(
+    draft: ModelConfig, stored: WeightFormat, options: EngineOptions, device: torch.device, free: FreeMemory
+) -> tuple[EngineOptions, FreeMemory]:
+    """Return the options and the free memory beside a draft model on this device."""
+    own, is_gpu = _own_options(options, device), device.type == "cuda"
+    left = free if is_gpu else replace(free, gpu_bytes=None)
+    form = kept_form(stored, own, device, draft, free.gpu_bytes)
+    dtype = choose_dtype(asked_dtype(own), draft, device, free.host_bytes, form)
+    check_weights_fit(draft, dtype, device, own, left, form)
+    weights = draft.weight_bytes(dtype, form)
+    left = left.without(weights)
+    kv = _num_blocks(draft, dtype, own, left) * draft.num_layers * block_bytes(draft, BLOCK_SIZE, dtype)
+    left = left.without(kv)
+    if is_gpu:
+        return _charged(options, "gpu_memory_gib", weights + kv), left
+    return _charged(options, "cpu_memory_gib", kv), replace(left, gpu_bytes=free.gpu_bytes)
+
+
+def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
+    """Return the options that load the draft model on a device."""
+    assert options.draft_model is not None
+    weights_dtype = options.weights_dtype
+    if device == HOST and weights_dtype == "exact":  # a CPU's kernels round inputs
+        weights_dtype = "auto"
+    return replace(
+        options,
+        model=options.draft_model,
+        draft_model=None,
+        speculate="off",
+        device=device.type,
+        weights_dtype=weights_dtype,
+        gpu_weights_gib=None,
+        gpu_slice=options.gpu_slice if device.type == "cuda" else None,
+    )
+
+
+def _charged(options: EngineOptions, cap: str, taken: int) -> EngineOptions:
+    """Return the options with a limit on memory that is lower by the draft model's bytes.
+
+    Raises:
+        MemoryError: the draft model takes more than the limit.
+    """
+    gib = getattr(options, cap)
+    if gib is None:
+        return options
+    if gib <= taken / GIB:
+        raise MemoryError(
+            f"the draft model takes {taken / GIB:.2f} GiB of {cap}, which is {gib:.2f}: raise it, or "
+            "choose a smaller draft model"
+        )
+    return replace(options, **{cap: gib - taken / GIB})
+
+
+def _num_blocks(config: ModelConfig, dtype: torch.dtype, options: EngineOptions, free: FreeMemory) -> int:
+    """Return the number of KV blocks of a draft model; `free`: after its weights are loaded."""
+    cap = options.gpu_memory_bytes if free.gpu_bytes is not None else options.cpu_memory_bytes
+    room = int(KV_SHARE * (free.device_bytes if cap is None else min(free.device_bytes, cap)))
+    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
+    run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
+    most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
+    return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
+
+
 def _pool(loaded: LoadedModel, options: EngineOptions) -> KVPool:
     """Return the KV of a draft model. Its memory is written once, so that it does not count as free."""
     decoder, config = loaded.decoder, loaded.config
-    cap = options.gpu_memory_bytes if decoder.device.type == "cuda" else options.cpu_memory_bytes
-    free = FreeMemory.now(decoder.device).device_bytes
-    room = int(KV_SHARE * (free if cap is None else min(free, cap)))
-    run_bytes = BLOCKS_PER_RUN * config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
-    run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
-    most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
-    num_blocks = BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
+    num_blocks = _num_blocks(config, decoder.dtype, options, FreeMemory.now(decoder.device))
     with loaded.streams.on_device():
         pool = make_pool(KVTier.DEVICE, config, num_blocks, decoder.dtype, decoder.device, decoder.sinks)
         for part in pool.parts:

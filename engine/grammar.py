@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,9 @@ def _matchers() -> "type[LLMatcher]":
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError:
-        raise SettingError("grammar", "needs the package llguidance: pip install llguidance") from None
+        raise SettingError(
+            "grammar", f"needs llguidance: {sys.executable} -m pip install llguidance"
+        ) from None
     return LLMatcher
 
 

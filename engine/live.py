@@ -54,13 +54,9 @@ class LiveIteration:
     total_ms: float
     predicted_ms: float  # 0: no prediction
     host_attention_ms: float
-    num_sub_batches: int
-    num_gpu_decodes: int
     num_cpu_decodes: int
-    num_prompts: int  # with a chunk in it
-    num_prompt_tokens: int  # in these chunks
+    num_prompt_tokens: int  # in chunks
     num_outputs: int  # tokens sampled
-    num_copied_blocks: int  # KV blocks moved to another tier;
     prompt_context: float  # attended tokens, summed over prompt tokens
     longest_prompt: int  # tokens up to the end of a chunk
     decode_context: int  # attended tokens, summed over decodes
@@ -74,19 +70,14 @@ class LiveIteration:
         chunks = [sequence for sequence in sequences if not sequence.is_decode]
         # Async decodes advance by a layer each; those at the last stage produce tokens.
         ended = [sequence for sequence in in_flight if sequence.sampling is not None]
-        num_on_cpu = sum(sequence.tier.host_attends for sequence in decodes)
         num_sampled = sum(s.sampling is not None and not s.is_draft for s in sequences)
         return cls(
             total_ms=timing.total_ms,
             predicted_ms=plan.predicted.total_ms,
             host_attention_ms=timing.host_attention_ms,
-            num_sub_batches=len(plan.sub_batches),
-            num_gpu_decodes=len(decodes) - num_on_cpu,
-            num_cpu_decodes=num_on_cpu + len(in_flight),
-            num_prompts=len(chunks),
+            num_cpu_decodes=sum(sequence.tier.host_attends for sequence in decodes) + len(in_flight),
             num_prompt_tokens=sum(len(chunk.token_ids) for chunk in chunks),
             num_outputs=num_sampled + num_accepted + len(ended),
-            num_copied_blocks=len(plan.copies),
             prompt_context=sum(len(c.token_ids) * (c.start + len(c.token_ids) / 2) for c in chunks),
             longest_prompt=max((chunk.context_len for chunk in chunks), default=1),
             decode_context=sum(sequence.context_len for sequence in (*decodes, *ended)),
@@ -100,7 +91,6 @@ class Rates:
 
     prompt_tokens_per_s: float  # computed, not reused
     output_tokens_per_s: float
-    over_s: float  # averaging time
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +107,21 @@ class LeastTime:
         return self.least_ms / self.real_ms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveView:
     """A snapshot of the engine's activity."""
 
     stats: EngineStats
     requests: tuple[LiveRequest, ...]  # running requests, by arrival
-    num_gpu_alone: int | None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
-    is_gpu_imitated: bool  # the CPU stands in for the GPU, with a GPU-cache in host memory
+    num_gpu_alone: int | None = None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
+    is_gpu_imitated: bool = False  # the CPU stands in for the GPU, with a GPU-cache in host memory
     device_name: str | None  # of the GPU
     weights_bytes: int  # all in the device's memory, in the model's dtype
     rates: Rates | None  # None: polling started too recently
-    iterations: tuple[LiveIteration, ...]  # noted iterations, the newest last
-    spans: tuple[Span, ...]  # of the last recorded iteration, by start time
-    spans_age_s: float  # since the end of that iteration
-    tables: TableCostModel | None  # measured on this computer; None: the policy needs none
+    iterations: tuple[LiveIteration, ...] = ()  # noted iterations, the newest last
+    spans: tuple[Span, ...] = ()  # of the last recorded iteration, by start time
+    spans_age_s: float = 0.0  # since the end of that iteration
+    tables: TableCostModel | None = None  # measured on this computer; None: the policy needs none
     workers: Mapping[KVTier, WorkerState] = field(default_factory=dict)
 
     @property
@@ -239,7 +229,7 @@ class Notes:
         (start_s, *start), (end_s, *end) = self._samples[0], self._samples[-1]
         over_s = max(end_s - start_s, 1e-9)
         prompt, output = ((after - before) / over_s for before, after in zip(start, end, strict=True))
-        return Rates(prompt, output, over_s)
+        return Rates(prompt, output)
 
     @property
     def spans(self) -> tuple[Span, ...]:

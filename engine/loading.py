@@ -80,12 +80,14 @@ def load(
     *,
     plan: Planner | None = None,
     rank: Rank = ALONE,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, the built-in model, or random weights of a published shape.
 
     Args:
         plan: plans the placement of weights; None: use free memory and the options.
         rank: loads its part.
+        checkpoint: the model's, already open; None: open it.
 
     Raises:
         ModelError: the checkpoint cannot be used, or not be divided.
@@ -116,7 +118,7 @@ def load(
         return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
 
     started_s = time.perf_counter()
-    checkpoint = open_model(options.model)
+    checkpoint = checkpoint or open_model(options.model)
     whole = checkpoint.config()
     if options.longrope == "long":
         whole = with_long_factors(whole)
@@ -203,7 +205,7 @@ def placed_form(
     offloaded_form = host_form(form)
     if device.type == "cuda":
         offloaded_form = replace(offloaded_form, room=weight_bytes)
-    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch)
+    return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch, placed.moves)
 
 
 def model_path(model: str | Path) -> Path:

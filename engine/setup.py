@@ -102,12 +102,13 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         if options.tensor_parallel > 1:
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        drafting, plan, drafter = None, None, None
+        drafting, plan, drafter, checkpoint = None, None, None, None
         if options.draft_model is not None:
             drafting = Drafting(options)
             resources.callback(drafting.close)
-            plan = drafting.plan
-        loaded = load(options, progress, plan=plan, rank=ALONE if leader is None else leader.rank)
+            plan, checkpoint = drafting.plan, drafting.model
+        rank = ALONE if leader is None else leader.rank
+        loaded = load(options, progress, plan=plan, rank=rank, checkpoint=checkpoint)
         if drafting is not None:
             options, drafter = drafting.options, drafting.drafter
         parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)
@@ -149,7 +150,8 @@ def runner_of(parts: EngineParts, timeline: Timeline | None, group: Group | None
     """Build the model runner of this rank."""
     limits, model = parts.limits, parts.model
     sizes = limits.max_batch_tokens, limits.max_batch_requests
-    return build_executor(model.decoder, parts.storage, *sizes, timeline, model.streams, group)
+    given = model.decoder, parts.storage, *sizes, timeline, model.streams, group
+    return build_executor(*given, moves_experts=True)
 
 
 def trust_of(options: EngineOptions) -> Trust | None:

@@ -23,7 +23,7 @@ class SpeculationStats:
     model_s: float = 0.0  # time in which a model drafted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot; counters run from the engine's start."""
 
@@ -31,7 +31,7 @@ class EngineStats:
     policy: str
     device: str
     dtype: str
-    gpu_sms: int | None  # multiprocessors used by the model; None without a GPU
+    gpu_sms: int | None = None  # multiprocessors used by the model; None without a GPU
     max_context_tokens: int
     block_size: int  # tokens per KV block
     num_running: int  # requests with KV
@@ -41,12 +41,12 @@ class EngineStats:
     num_prompt_tokens: int  # computed or reused
     num_cached_tokens: int  # reused from earlier requests with the same prefix
     num_output_tokens: int
-    num_preemptions: int  # requests whose KV was freed and recomputed
-    num_moves: int  # moves of a request's KV to another tier;
-    num_cpu_decodes: int  # output tokens whose attention the CPU computed
-    num_async_decodes: int  # the async decodes among them
-    num_double_iterations: int  # iterations with two sub-batches
-    outside_s: float  # between the end of an iteration and the start of the next; only drafts are computed
+    num_preemptions: int = 0  # requests whose KV was freed and recomputed
+    num_moves: int = 0  # moves of a request's KV to another tier;
+    num_cpu_decodes: int = 0  # output tokens whose attention the CPU computed
+    num_async_decodes: int = 0  # the async decodes among them
+    num_double_iterations: int = 0  # iterations with two sub-batches
+    outside_s: float = 0.0  # between iterations, in which only drafts are computed
     pools: Mapping[KVTier, PoolUsage]
     disk: DiskCounters = DiskCounters()  # noqa: RUF009
     speculative: SpeculationStats | None = None  # None: no speculation

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.expert_slots import ExpertSlots, expert_slots
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 
@@ -76,6 +77,8 @@ class Decoder:
         form: storage format of the matrices.
     """
 
+    expert_slots: ExpertSlots | None = None  # None: no experts move
+
     def __init__(
         self,
         config: ModelConfig,
@@ -123,6 +126,11 @@ class Decoder:
         self.lm_head: Linear = self.embedding if config.tie_word_embeddings else linear("head")
         self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
+        moves = form.moves if isinstance(form, OffloadedFormat) else None
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        stacks = [(each.gate, each.up, each.down) for each in mixtures]
+        count = 0 if config.experts is None else config.experts.count
+        self.expert_slots = expert_slots(stacks, count, moves, device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:

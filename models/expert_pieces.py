@@ -6,6 +6,7 @@ unpacking they are ordinary resident experts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
 @dataclass(frozen=True, slots=True)
 class ExpertPiece:
-    """Consecutive experts that are streamed together."""
+    """Experts that are streamed together."""
 
-    first: int  # index among all experts of the layer
+    first: int  # place of the first expert; the others follow
     count: int
     matrices: tuple[tuple[OffloadedLinear, tuple[Piece, ...]], ...]  # gates, ups, downs
 
@@ -55,31 +56,58 @@ class ExpertPiece:
                 split.unpack(piece.part, staged[byte : byte + piece.nbytes], numbers)
                 byte, number = byte + piece.nbytes, number + piece.elements
             weight = room[begin:number].view(-1, split.columns)
-            rows = slice(pieces[0].rows.start, pieces[-1].rows.stop)
-            yield Stacked(weight, None if split.bias is None else split.bias[rows], len(weight) // self.count)
+            yield Stacked(weight, _bias_of(split, pieces), len(weight) // self.count)
+
+
+def _bias_of(split: OffloadedLinear, pieces: Sequence[Piece]) -> Tensor | None:
+    bias = split.bias
+    if bias is None:
+        return None
+    start, stop = pieces[0].rows.start, pieces[-1].rows.stop
+    if stop - start == sum(piece.elements for piece in pieces) // split.columns:
+        return bias[start:stop]
+    return torch.cat([bias[piece.rows] for piece in pieces])
 
 
 def expert_pieces(
-    matrices: Sequence[OffloadedLinear], count: int, streamed: int, dtype: torch.dtype
+    matrices: Sequence[OffloadedLinear],
+    count: int,
+    first: int,
+    experts: Sequence[int],
+    dtype: torch.dtype,
 ) -> list[ExpertPiece]:
-    """Return the pieces that stream the first experts in host memory to the device.
+    """Return the pieces that stream experts in host memory to the device.
 
     Args:
         matrices: the layer's gates, ups and downs.
         count: number of experts in the layer.
-        streamed: number of host experts to stream.
+        first: place of the first expert.
+        experts: numbers of the experts in host memory, from 0.
         dtype: of the model.
     """
     expert_rows = [split.rows // count for split in matrices]
     elements = sum(rows * split.columns for rows, split in zip(expert_rows, matrices, strict=True))
     step = max(PIECE_BYTES // (elements * dtype.itemsize), 1)
-    resident = matrices[0].resident_rows // expert_rows[0]
     pieces = []
-    for first in range(0, streamed, step):
-        last = min(first + step, streamed)
+    for start in range(0, len(experts), step):
+        some = experts[start : start + step]
         parts = tuple(
-            (split, tuple(split.pieces_of(slice(first * rows, last * rows), split.rows)))
+            (
+                split,
+                tuple(
+                    piece
+                    for run in _runs(some)
+                    for piece in split.pieces_of(slice(run.start * rows, run.stop * rows), split.rows)
+                ),
+            )
             for rows, split in zip(expert_rows, matrices, strict=True)
         )
-        pieces.append(ExpertPiece(resident + first, last - first, parts))
+        pieces.append(ExpertPiece(first + start, len(some), parts))
     return pieces
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Yield the longest runs of consecutive numbers."""
+    for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        found = [number for _, number in run]
+        yield range(found[0], found[-1] + 1)

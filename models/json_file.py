@@ -1,6 +1,7 @@
 """JSON files of a checkpoint; errors name the file and the key."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class ModelError(ValueError):
         super().__init__(reason)
 
 
-INSTALL_LLAMACPP = "pip install 'neo-desktop[llamacpp]'"
+INSTALL_LLAMACPP = f"{sys.executable} -m pip install 'neo-desktop[llamacpp]'"
 
 
 class UnsupportedModelError(ModelError):
@@ -34,7 +35,7 @@ class UnsupportedModelError(ModelError):
         return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}."
 
 
-INSTALL_TRANSFORMERS = "pip install 'neo-desktop[transformers]'"
+INSTALL_TRANSFORMERS = f"{sys.executable} -m pip install 'neo-desktop[transformers]'"
 
 
 class NotWrittenError(ModelError):

@@ -14,6 +14,7 @@ from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.expert_operators import ExpertScratch, ids_among, passes
 from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
+from neo_desktop.models.expert_slots import LayerSlots
 from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import PackedMatrix
@@ -29,17 +30,21 @@ _Matrices = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
 class MoE:
     """A layer's mixture of experts.
 
-    The last experts may be in host memory. Per matmul, the first host experts are streamed to the device, and
-    the CPU computes the others.
+    Some experts may be in host memory. Per matmul, the first of these are streamed to the device, and the CPU
+    computes the others. Places order the experts: first those on the device, then those in host memory.
 
     Args:
         weights: of the layer.
         config: sizes of the experts.
         operators: of the device.
+        slots: of the layer's experts; None: a place is the expert's number.
     """
 
-    def __init__(self, weights: Experts, config: ExpertsConfig, operators: Operators) -> None:
+    def __init__(
+        self, weights: Experts, config: ExpertsConfig, operators: Operators, slots: LayerSlots | None = None
+    ) -> None:
         self._router, self._config, self._operators = weights.router, config, operators
+        self.slots = slots
         self._num_resident = config.count
         self._split: _Matrices | None = None
         self.on_host: native.PackedExperts | None = None
@@ -56,7 +61,8 @@ class MoE:
                 raise ValueError("an expert is divided between device and host memory")
             self._split = gate, up, down
             host_matrices = gate.host.native, up.host.native, down.host.native
-            self.on_host = _packed(config.count - resident, *host_matrices, config.gating)
+            self._first_on_host = 0 if slots is not None else resident
+            self.on_host = _packed(config.count - self._first_on_host, *host_matrices, config.gating)
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             gate, up, down = gate.resident, up.resident, down.resident
@@ -69,7 +75,9 @@ class MoE:
 
     @property
     def num_on_host(self) -> int:
-        """Number of experts in host memory."""
+        """Number of experts that are not on the device."""
+        if self.slots is not None:
+            return len(self.slots.on_host)
         return self._config.count - self._num_resident
 
     def pieces(self, streamed: int, dtype: torch.dtype) -> list[ExpertPiece]:
@@ -81,7 +89,8 @@ class MoE:
         """
         if self._split is None:
             return []
-        return expert_pieces(self._split, self._config.count, streamed, dtype)
+        experts = range(streamed) if self.slots is None else self.slots.on_host[:streamed]
+        return expert_pieces(self._split, self._config.count, self._num_resident, experts, dtype)
 
     def route(self, x: Tensor, room: ExpertScratch) -> None:
         """Select experts for x `[n, hidden]`.
@@ -99,17 +108,21 @@ class MoE:
 
         Args:
             room: has the routing.
-            streamed: number of host experts that are streamed.
+            streamed: number of experts in host memory that are streamed.
         """
-        own = ids_among(room.choice.ids, self._num_resident, self.num_on_host)
-        room.choice.host_ids.copy_(torch.where(own < streamed, -1, own))
+        ids = room.choice.ids
+        is_cpus = self._places(ids) >= self._num_resident + streamed
+        room.choice.host_ids.copy_(torch.where(is_cpus, ids - self._first_on_host, -1))
+
+    def _places(self, ids: Tensor) -> Tensor:
+        return ids if self.slots is None else self.slots.places_of(ids)
 
     def multiply_on_device(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Write the results of the device's experts to `out` `[n, hidden]`, which must not alias x."""
         assert self._on_device is not None
         ids, weights, _ = room.choice
         for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
-            among = own if self.on_host is None else ids_among(own, 0, self._num_resident)
+            among = own if self.on_host is None else ids_among(self._places(own), 0, self._num_resident)
             self._on_device(some, among, shares, scratch, into)
 
     def multiply_piece(
@@ -137,17 +150,23 @@ class MoE:
         experts = piece.unpacked(staged, numbers, self._config.gating)
         ids, weights, _ = room.choice
         for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
-            among = ids_among(own, piece.first, piece.count)
+            among = ids_among(self._places(own), piece.first, piece.count)
             self._operators.multiply_experts(experts, some, among, shares, scratch, into, adds)
 
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     """Return layer -> MoE, for the layers with experts."""
-    config, layers = decoder.config.experts, enumerate(decoder.layers)
+    config, layers, slots = decoder.config.experts, enumerate(decoder.layers), decoder.expert_slots
     if config is None:
         return {}
+
+    def slots_of(gate: Linear) -> LayerSlots | None:
+        return slots.of(gate) if slots is not None and isinstance(gate, OffloadedLinear) else None
+
     return {
-        index: MoE(layer.mlp, config, operators) for index, layer in layers if isinstance(layer.mlp, Experts)
+        index: MoE(layer.mlp, config, operators, slots_of(layer.mlp.gate))
+        for index, layer in layers
+        if isinstance(layer.mlp, Experts)
     }
 
 

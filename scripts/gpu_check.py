@@ -15,18 +15,19 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from gpu_page import Page, Target
 
 from benchmarks import device_limit, weights_on_gpu
-from benchmarks.shown import progress, show
+from benchmarks.shown import progress
 from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench.hardware import run_hardware
 from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.options import EngineOptions
+from scripts.gpu_page import Page, Target
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU tests the script, not speed
 WORST_AUTO = 0.97  # minimum, relative to gpu-only
@@ -218,7 +219,8 @@ def run_tests() -> None:
 
 def measure_hardware(page: Page, device: str) -> None:
     """Measure the hardware alone, then single iterations beside its limit."""
-    show(run_hardware(HardwareOptions(seconds=15.0), progress))
+    *_, hardware = run_hardware(HardwareOptions(seconds=15.0), progress)
+    stdout.print(render_section(hardware.section()), highlight=False)
     options = EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"])
     batches, context = ((1, 8, 32), 512) if device == "cuda" else ((1, 4), 64)
     for row in device_limit.measure(options, batches, context):

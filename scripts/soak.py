@@ -1,4 +1,4 @@
-"""Run many chats for minutes with varied client behaviour: `python scripts/soak.py --minutes 10`.
+"""Run many chats for minutes with varied client behaviour: `python -m scripts.soak --minutes 10`.
 
 A server (`neo-desktop chat`, the built-in model, its own data folder, loopback) gets many kinds of requests.
 Some streams are read, some are left, some are not read. Others are complete answers, chats of the page,
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from server_process import answer, connection, percentile, request, server
 
 from neo_desktop.app.chats.database import FILE_NAME
+from scripts.server_process import answer, connection, percentile, request, server
 
 MAX_P99_MS = 50.0
 MAX_GROWTH = 1.25  # of memory, from a fifth of a server's run to its end

@@ -5,9 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
-from server_process import answer, server
-
 from neo_desktop import native
+from scripts.server_process import answer, server
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def test_the_engine_generates_where_only_the_librarys_packages_are() -> None:
     assert done.stderr == ""
     generated, about_grammars = done.stdout.splitlines()
     assert generated == "4 length"
-    assert about_grammars == "grammar needs the package llguidance: pip install llguidance"
+    assert about_grammars == f"grammar needs llguidance: {sys.executable} -m pip install llguidance"
 
 
 @pytest.mark.parametrize("command", ["serve", "info", "bench"])
@@ -151,4 +151,7 @@ def test_tools_without_their_package_say_what_to_install(tmp_path: Path) -> None
             print(error)
     """
     done = run(program, ["server"], str(tmp_path))
-    assert done.stdout == "tools of MCP servers need the package mcp: pip install 'neo-desktop[mcp]'\n"
+    assert (
+        done.stdout
+        == f"tools of MCP servers need the package mcp: {sys.executable} -m pip install 'neo-desktop[mcp]'\n"
+    )

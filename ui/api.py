@@ -35,7 +35,7 @@ def add_api(services: PageServices) -> None:
         """Return the models on this computer; `name` is what `chat` loads with."""
         await services.shelf.look()
         return [
-            {"name": one.model.name, "runnable": one.reason is None, "reason": one.reason}
+            {"name": one.model.name, "runnable": one.refusal is None, "reason": one.refusal}
             for one in services.shelf.models
         ]
 

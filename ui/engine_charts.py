@@ -20,6 +20,7 @@ LANE_NAMES = {  # in the order of drawing; other lanes follow
     "swap": "KV moves",
     "host-swap": "KV moves, CPU",
     "store": "KV of prompts",
+    "experts": "experts move",
 }
 
 

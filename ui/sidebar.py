@@ -116,7 +116,8 @@ class Sidebar:
         """Give the shown chat a title."""
         chat = await self._chat.present(look)
         if chat is not None and title.strip() and title.strip() != chat.entry.title:
-            await self._chats.change(chat.entry.id, title=title.strip()[:200])
+            with telling():
+                await self._chats.change(chat.entry.id, title=title.strip()[:200])
 
     def _exporter(self, name: str) -> Any:
         async def export(look: Look) -> str:

@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from neo_desktop.app.api import chat, completions, embeddings, messages, responses
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.responses import MAX_RESPONSES, ResponseStore
-from neo_desktop.app.engines.limits import DEFAULT_LIMITS
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.shelf.hosting import ModelHost
@@ -72,7 +71,6 @@ _STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
 def create_api(
     host: ModelHost,
     *,
-    max_messages: int = DEFAULT_LIMITS.max_messages,
     model_aliases: Collection[str] = (),
 ) -> FastAPI:
     """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded."""
@@ -102,16 +100,11 @@ def create_api(
         summary: str,
         answer: Callable[[EngineService, Any], Awaitable[Response]],
         example: Json,
-        *,
-        messages: str | None = None,
     ) -> None:
-        """Add a route; `messages` is the field whose length is limited."""
         known = anthropics_names if path.startswith("/messages") else names
 
         async def endpoint(body: Any) -> Response:
             known.check(host.service, body.model)
-            if messages is not None and (num := len(getattr(body, messages))) > max_messages:
-                raise SettingError(messages, f"holds {num} messages, more than the limit of {max_messages}")
             return await answer(known.check(await host.ready(), body.model), body)
 
         schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
@@ -126,11 +119,11 @@ def create_api(
     body = {"model": "claude-any", "messages": question}
     asked = {"messages": question, "max_tokens": 64}
     kept = f"Answer with items (OpenAI); the last {MAX_RESPONSES:,} are kept in memory and can be continued"
-    post("/chat/completions", "Answer a chat (OpenAI)", chat.answer, asked, messages="messages")
+    post("/chat/completions", "Answer a chat (OpenAI)", chat.answer, asked)
     post("/completions", "Continue texts", completions.answer, {"prompt": "A KV cache is"})
-    post("/responses", kept, respond, {"input": "What is a KV cache?"}, messages="input")
-    post("/messages", "Answer a chat (Anthropic)", messages.answer, body | asked, messages="messages")
-    post("/messages/count_tokens", "Count tokens", messages.count_tokens, body, messages="messages")
+    post("/responses", kept, respond, {"input": "What is a KV cache?"})
+    post("/messages", "Answer a chat (Anthropic)", messages.answer, body | asked)
+    post("/messages/count_tokens", "Count tokens", messages.count_tokens, body)
     post("/embeddings", "Texts as vectors", embeddings.answer, {"input": ["a cat", "a dog"]})
 
     @app.get("/responses/{response_id}", summary="A stored response")

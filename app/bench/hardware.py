@@ -15,7 +15,6 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.charts import COLOURS, Line, lines
-from neo_desktop.app.bench.computer import bytes_beyond_caches
 from neo_desktop.app.bench.device_rates import (
     BOTH,
     CudaTimer,
@@ -25,7 +24,7 @@ from neo_desktop.app.bench.device_rates import (
     matrix_rate,
     read_rate,
 )
-from neo_desktop.app.bench.host_rates import Host, native_dtypes
+from neo_desktop.app.bench.host_rates import Host, bytes_beyond_caches, native_dtypes
 from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import Plot, Section, Spread, Table
 from neo_desktop.app.bench.words import many, say

@@ -3,13 +3,25 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from neo_desktop import native
+from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
 
 _FMA_SECONDS = 0.01
+_PROBES = 3
+_LEAST_PROBE_BYTES, _LEAST_BYTES = 1 << 28, 1 << 30
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Rates of the CPU and its memory at one time, with all threads; the best of a few tries."""
+
+    gflop_per_s: float
+    read_gb_per_s: float
 
 
 class Host:
@@ -26,6 +38,12 @@ class Host:
     def nbytes(self) -> int:
         """Size of the memory."""
         return self._memory.nbytes
+
+    def probe(self) -> Probe:
+        """Measure; takes about a tenth of a second."""
+        threads = native.default_num_threads()
+        flops = max(self.multiply_add_gflop_per_s(threads, "float32") for _ in range(_PROBES))
+        return Probe(flops, max(self.read_gb_per_s(threads) for _ in range(_PROBES)))
 
     def read_gb_per_s(self, threads: int, nbytes: int | None = None) -> float:
         """Read the memory, or its beginning, front to back with the kernels' thread pool."""
@@ -61,6 +79,16 @@ class Host:
 def native_dtypes() -> tuple[str, ...]:
     """The number formats that the kernels' instruction set multiplies."""
     return ("float32", "bfloat16") if native.default_isa() in _BF16_ISAS else ("float32",)
+
+
+def bytes_beyond_caches() -> int:
+    """Return a size of host memory far beyond the caches, within a quarter of what is free."""
+    return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
+
+
+def probe_bytes() -> int:
+    """Return a size of host memory for a probe: beyond the last cache, within an eighth of what is free."""
+    return min(host_memory().available_bytes // 8, max(2 * last_level_cache_bytes(), _LEAST_PROBE_BYTES))
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 
-from neo_desktop.app.bench.computer import Probe, steadiness
 from neo_desktop.app.bench.hardware import HardwareReport
+from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.load import LoadReport
 from neo_desktop.app.bench.throughput import BASELINE, ThroughputReport
 from neo_desktop.app.bench.words import say
@@ -17,6 +17,7 @@ from neo_desktop.engine.profiling.hardware import MachineInfo
 S = TypeVar("S")
 
 _PAGE = Path(__file__).parent / "page"
+_STEADY = 1.1  # the most by which the fastest and the slowest probe of a steady computer differ
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
 # What a suite found: plain data, which is its JSON (`suite` tells which), and a `section` of the page.
@@ -58,7 +59,7 @@ class Report:
         }
         # The pace of a chat's tokens at the highest rate that was kept, with and without offloading.
         paces = [sustained[name].metrics.tpot for name in ("auto", BASELINE) if name in sustained]
-        is_steady, sentence = steadiness(self.probes)
+        is_steady, sentence = self._steadiness()
         return say(
             "headline",
             report=self,
@@ -72,7 +73,7 @@ class Report:
         )
 
     def machine_lines(self) -> tuple[str, ...]:
-        is_steady, sentence = steadiness(self.probes)
+        is_steady, sentence = self._steadiness()
         return say("machine", report=self, steadiness=sentence if is_steady else "")
 
     def write_files(self, folder: Path) -> Path:
@@ -97,6 +98,20 @@ class Report:
             sections=[suite.section() for suite in self.suites],
             style=(_PAGE / "style.css").read_text(encoding="utf-8"),
         )
+
+    def _steadiness(self) -> tuple[bool, str]:
+        """Return whether the computer stayed the same, and a sentence; it is empty for less than two probes.
+
+        A laptop that gets hot, other programs and neighbours on a server change all figures, and repetition
+        does not help against what lasts for minutes.
+        """
+        if len(self.probes) < 2:
+            return True, ""
+        rates = ([each.gflop_per_s for each in self.probes], [each.read_gb_per_s for each in self.probes])
+        flops, reads = ((min(each), max(each)) for each in rates)
+        steady = all(high <= _STEADY * low for low, high in (flops, reads))
+        told = say("steadiness", steady=steady, flops=flops, reads=reads, count=len(self.probes))
+        return steady, told[0]
 
     def _suite(self, kind: type[S]) -> S | None:
         return next((suite for suite in self.suites if isinstance(suite, kind)), None)

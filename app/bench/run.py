@@ -7,8 +7,8 @@ from datetime import datetime
 
 import torch
 
-from neo_desktop.app.bench.computer import Probe, Prober
 from neo_desktop.app.bench.hardware import run_hardware
+from neo_desktop.app.bench.host_rates import Host, Probe, probe_bytes
 from neo_desktop.app.bench.load import run_load
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
@@ -49,8 +49,8 @@ def run_suites(
     found: dict[str, AnySuiteReport] = {}
     failures: list[Failure] = []
     interrupted = None
-    prober = Prober()
-    probes = [prober.probe()]
+    host = Host(probe_bytes())
+    probes = [host.probe()]
     for index, name in enumerate(names):
         of_all = part(progress, index / len(names), (index + 1) / len(names))
         try:
@@ -63,7 +63,7 @@ def run_suites(
         except EXPECTED as error:  # anything else is a defect, and its traceback is wanted
             failures.append(Failure(name, error_text(error)))
         return_memory()
-        probes.append(prober.probe())
+        probes.append(host.probe())
     return Report(
         started=started,
         seconds=time.perf_counter() - start,
@@ -95,7 +95,7 @@ def default_model(device: str, gpu_memory_gib: float | None = None) -> tuple[str
         shapes, why = _GPU_SHAPES, {"free_bytes": free, "read_gb_per_s": 0.0}
         fitting = [name for name in shapes if shape(name).weight_bytes(torch.float16) <= _GPU_SHARE * free]
     else:
-        probe, room = Prober().probe(), _HOST_SHARE * host_memory().available_bytes
+        probe, room = Host(probe_bytes()).probe(), _HOST_SHARE * host_memory().available_bytes
         shapes, why = _CPU_SHAPES, {"free_bytes": 0, "read_gb_per_s": probe.read_gb_per_s}
         fitting = [
             name

@@ -14,7 +14,7 @@ import typer
 from neo_desktop.app.bench.options import BenchOptions, Suite
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import Without, with_flags
-from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, stdout
 from neo_desktop.engine.options import OPTIONS
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def bench(
     debug: opt.Debug = False,
 ) -> None:
     """Measure this computer: what it can run, how fast, and what offloading gains on it."""
-    set_up_logging(debug)
     names = [each for each in Suite if not suite or each in suite]
     for policy in options.policies or ():
         if policy not in (known := OPTIONS["policy"].choices):

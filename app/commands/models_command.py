@@ -30,6 +30,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop model
 def show(context: typer.Context) -> None:
     """Show the list where no command follows."""
     if context.invoked_subcommand is None:
+        set_up_logging(debug=False)
         list_models()
 
 
@@ -38,7 +39,6 @@ def list_models(
     models_dirs: opt.ModelsDirs = None, json_file: opt.JsonFile = None, debug: opt.Debug = False
 ) -> None:
     """Show the models on this computer, and how many chats of 4,096 tokens each has room for."""
-    set_up_logging(debug)
     loader = _loader(models_dirs)
     found = [loader.candidate(model) for model in loader.catalogue.models()]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -74,7 +74,6 @@ def list_models(
 @models.command(epilog="Example: neo-desktop models recommended")
 def recommended(debug: opt.Debug = False) -> None:
     """Show a few good models to pull, by size, and which fit here."""
-    set_up_logging(debug)
     from neo_desktop.app.shelf.recommended import RECOMMENDED
 
     loader = _loader(None)
@@ -115,7 +114,6 @@ def info(
     debug: opt.Debug = False,
 ) -> None:
     """Show one model: what it is, what it takes, what it brings."""
-    set_up_logging(debug)
     path = Path(os.path.expanduser(name))
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
@@ -191,7 +189,6 @@ def pull(
     debug: opt.Debug = False,
 ) -> None:
     """Download a model; an interrupted download resumes."""
-    set_up_logging(debug)
     from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
     from neo_desktop.app.shelf.pull import pull as pull_model
 
@@ -216,7 +213,6 @@ def remove(
     debug: opt.Debug = False,
 ) -> None:
     """Delete a model that was pulled."""
-    set_up_logging(debug)
     from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
     from neo_desktop.app.shelf.pull import check_removable
     from neo_desktop.app.shelf.pull import remove as remove_model

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from neo_desktop.app.commands.terminal import set_up_logging
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions, Option
 
 _model = partial(typer.Option, rich_help_panel="Model")
@@ -35,7 +36,10 @@ ModelsDirs = Annotated[
         rich_help_panel="Model",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
+Debug = Annotated[  # the command itself has nothing to do with it
+    bool,
+    typer.Option("--debug", callback=set_up_logging, help="Show tracebacks and debug messages."),
+]
 
 
 def _in_existing_folder(path: Path | None) -> Path | None:

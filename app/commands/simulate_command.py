@@ -6,7 +6,7 @@ import typer
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import with_flags
-from neo_desktop.app.commands.terminal import loading_bar, set_up_logging, stdout
+from neo_desktop.app.commands.terminal import loading_bar, stdout
 from neo_desktop.app.simulate.options import SimulationOptions
 
 EXAMPLES = """Examples:
@@ -29,7 +29,6 @@ def simulate(
     debug: opt.Debug = False,
 ) -> None:
     """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
-    set_up_logging(debug)
     if show_list:
         from neo_desktop.app.simulate.machine import PUBLISHED
         from neo_desktop.engine.simulation.presets import GPUS, HOSTS

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
-from neo_desktop.app.templates.chat_template import ChatTemplateError
 from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.input_processor import Prompt
@@ -34,7 +33,6 @@ from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.stats import EngineStats
-from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.vision.prompt import SeenImage
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class EngineService:
         self.sampling_defaults = facts.sampling_defaults
         self.blindness = facts.blindness  # the sentence that refuses images; empty: the model reads them
         self._seen = SeenImages()
-        self._templates = ChatTemplates(self.tokenizer)
+        self.templates = ChatTemplates(self.tokenizer, limits.max_messages)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
@@ -85,7 +83,7 @@ class EngineService:
 
     async def start(self) -> None:
         self._outbox = Outbox(asyncio.get_running_loop())
-        await self._templates.start()
+        await self.templates.start()
         self.refusal = None
         self._link.start(self._receive)
         if self._link.timeout_s is not None:
@@ -106,7 +104,7 @@ class EngineService:
             timeout_s = STOP_TIMEOUT_S
         self._refuse_all(errors.ServiceStoppedError(reason))
         self._link.send(msg.Stop())
-        await self._templates.stop()
+        await self.templates.stop()
         try:
             await asyncio.wait_for(self._engine_ended.wait(), timeout_s)
         except TimeoutError:
@@ -126,29 +124,6 @@ class EngineService:
     def num_queued(self) -> int:
         """Outputs that wait for their first token."""
         return len(self._queued)
-
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        extra: Mapping[str, Any] | None = None,
-        shield: Shield | None = None,
-        *,
-        is_continued: bool = False,
-    ) -> ChatText:
-        """Return a chat as the model's template writes it, for the assistant's next message.
-
-        Args:
-            extra: for the template alone, with "tools" among it.
-            shield: that has broken the marks in both already; None: they are broken here.
-            is_continued: leave out what the template writes after the last message's text.
-
-        Raises ChatTemplateError: also if there are too many messages.
-        """
-        if len(messages) > self._limits.max_messages:
-            raise ChatTemplateError(
-                f"the chat has {len(messages)} messages, but {self._limits.max_messages} is the limit"
-            )
-        return await self._templates.render(messages, extra, shield, is_continued=is_continued)
 
     async def live_view(self) -> LiveView:
         """Ask the engine what it does right now; it answers between two iterations. ServiceError."""

@@ -91,7 +91,7 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     if conversation.continues_last:
         fields["add_generation_prompt"] = False
     with blaming(conversation.field):
-        prompt = await service.render_chat(
+        prompt = await service.templates.render(
             put_back(messages, sign), fields, shield, is_continued=conversation.continues_last
         )
     is_thinking = is_open(str(prompt), messages[-1]["content"] if conversation.continues_last else "")

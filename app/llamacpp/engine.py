@@ -179,7 +179,6 @@ class LlamaCppEngine:
             policy="one-by-one",
             device="cpu" if self._place.in_host_memory else "cuda",
             dtype=self._model.stored_as,
-            gpu_sms=None,
             max_context_tokens=capacity,
             block_size=1,
             num_running=num_running,
@@ -189,12 +188,6 @@ class LlamaCppEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_preemptions=0,
-            num_moves=0,
-            num_cpu_decodes=0,
-            num_async_decodes=0,
-            num_double_iterations=0,
-            outside_s=0.0,
             pools={self._place: pool},
             backend=LLAMACPP,
         )
@@ -205,15 +198,9 @@ class LlamaCppEngine:
         return LiveView(
             stats=self.stats(),
             requests=live_requests(running),
-            num_gpu_alone=None,
-            is_gpu_imitated=False,
             device_name=None if self._place.in_host_memory else "GPU, by llama.cpp",
             weights_bytes=self._model.nbytes,
             rates=self._notes.rates,
-            iterations=(),
-            spans=(),
-            spans_age_s=0.0,
-            tables=None,
         )
 
     def close(self) -> None:

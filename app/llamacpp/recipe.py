@@ -1,6 +1,7 @@
 """Loads a model with llama.cpp, whose build may crash: on this processor, or with this model."""
 
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ TRYING = "Trying llama.cpp on this processor"
 TRIED_TOKENS = 33  # at once: more than one tile of any kernel for several rows
 # A native build has what the compiler finds on the processor: AMX of a Xeon for one, which has crashed.
 REBUILD = (
-    "Install it again without code for this very processor: CMAKE_ARGS=-DGGML_NATIVE=OFF pip install "
+    "Install it again without code for this very processor: CMAKE_ARGS=-DGGML_NATIVE=OFF "
+    f"{sys.executable} -m pip install "
     "--force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
 )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def _session_class() -> "type[Session]":
         from neo_desktop.app.mcp.session import Session
     except ImportError as error:  # or too old a version
         raise McpError(
-            f"tools of MCP servers need the package {error.name}: pip install 'neo-desktop[mcp]'"
+            f"tools of MCP servers need the package {error.name}: "
+            f"{sys.executable} -m pip install 'neo-desktop[mcp]'"
         ) from error
     return Session

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
+from neo_desktop.engine.drafting import plan_beside
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
@@ -57,6 +59,7 @@ class Fitting:
         free: memory, with no model loaded.
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
+        draft: the draft model beside it, with a config; None: there is none.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Fitting:
         free: FreeMemory,
         figures: MachineFigures | str,
         stored: WeightFormat = DENSE,
+        draft: LocalModel | None = None,
     ) -> None:
         self.whole, self.options, self.figures, self.stored = whole, options, figures, stored
         self.device = device = choose_device(options.device)
@@ -84,20 +88,32 @@ class Fitting:
         self.rates = _rates(figures, config)
         self.plan: WeightPlan | None = None
         self.tokens = dict.fromkeys(MEASURED_TIERS, 0)
+        lead = ""
         try:
+            if draft is not None:
+                lead = "the draft model does not fit: "
+                self._place_draft(draft)
+                lead = "beside the draft model, "
             self._place_memory()
             self.reason = reason or self._why_no_chats()
         except MemoryError as error:
-            self.reason = reason or str(error)
+            self.reason = reason or f"{lead}{error}"
         self.chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
         most = options.most_requests
         self.chats = {tier: min(count // self.chat_tokens, most) for tier, count in self.tokens.items()}
 
+    def _place_draft(self, draft: LocalModel) -> None:
+        assert draft.config is not None
+        self.options, self.free = plan_beside(
+            draft.config, draft.form, self.options, self.device, self.free, self._weight_plan
+        )
+
+    def _weight_plan(self, options: EngineOptions, free: FreeMemory) -> WeightPlan | None:
+        return plan_memory(self.config, self.form, self.dtype, self.device, options, lambda: self.rates, free)
+
     def _place_memory(self) -> None:
         config, dtype, device, options = self.config, self.dtype, self.device, self.options
-        self.plan = plan = plan_memory(
-            config, self.form, dtype, device, options, lambda: self.rates, self.free
-        )
+        self.plan = plan = self._weight_plan(options, self.free)
         tiers = get_policy(options.policy).tiers
         budget = KVBudget(
             config,

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
-from neo_desktop.app.shelf.checkpoint_summary import LocalModel
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.ranks.driver import check_gpus
-from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype
+from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype, model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
@@ -30,6 +32,7 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import Rank
@@ -121,15 +124,7 @@ class ModelLoader:
         else:
             # A GPU that is lost later is an error, not a reason to use the CPU.
             device = self._device = self._chosen_device()
-            draft = self.options.draft_model
-            own = replace(
-                self.options,
-                model=model.source,
-                shape=model.shape,
-                device=device.type,
-                draft_model=draft and Path(self.catalogue.source(str(draft))),
-            )
-            make, load = EngineRecipe(name, own), EngineProcess.load
+            make, load = EngineRecipe(name, self._own_options(model, device)), EngineProcess.load
             has_process = self.has_process
         link: EngineLink
         if has_process:
@@ -138,6 +133,23 @@ class ModelLoader:
             link = EngineThread(make(progress))
         self.note = link.facts.note
         return self._make_service(link)
+
+    def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
+        draft = None if self._draft is None else self._draft.path
+        return replace(
+            self.options, model=model.source, shape=model.shape, device=device.type, draft_model=draft
+        )
+
+    @cached_property
+    def _draft(self) -> LocalModel | None:
+        """The draft model; UnknownModelError, or ModelError where it cannot be run."""
+        name = self.options.draft_model
+        if name is None:
+            return None
+        draft = summarize(model_path(self.catalogue.source(str(name))))
+        if draft.config is None:
+            raise ModelError(f"{name} cannot draft: {draft.reason or 'only llama.cpp can run it'}")
+        return draft
 
     def runs_llamacpp(self, model: LocalModel) -> bool:
         return self._backend == LLAMACPP or (
@@ -171,6 +183,8 @@ class ModelLoader:
         choose_dtype(asked_dtype(options), config, device)
         if model.shape is None:
             open_checkpoint(model.path).tokenizer()
+        if options.draft_model is not None:
+            Drafting(self._own_options(model, device))
 
     def why_not(self, model: LocalModel) -> str | None:
         """Return why loading a model would fail, as far as it can be known; None: it would not."""
@@ -193,7 +207,8 @@ class ModelLoader:
 
     def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool = False) -> Fit:
         """Predict a model in place of the one that may be loaded."""
-        return Fitting(config, self.options, self._free(is_loaded), self.figures(), stored).fit()
+        free, figures = self._free(is_loaded), self.figures()
+        return Fitting(config, self.options, free, figures, stored, self._draft).fit()
 
     def figures(self) -> MachineFigures | str:
         return find_figures(choose_device(self.options.device), self._reports)

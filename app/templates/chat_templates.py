@@ -33,10 +33,10 @@ _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_tem
 
 
 class ChatTemplates:
-    """Renders the chats of one model; belongs to one event loop."""
+    """Renders the chats of one model, with a limit on their messages; belongs to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, max_messages: int) -> None:
+        self._tokenizer, self._max_messages = tokenizer, max_messages
         sources = dict.fromkeys(
             tokenizer.chat_template_for(has_tools=has_tools) for has_tools in (False, True)
         )
@@ -61,7 +61,19 @@ class ChatTemplates:
         *,
         is_continued: bool = False,
     ) -> ChatText:
-        """Return a chat as the template writes it; see `EngineService.render_chat`."""
+        """Return a chat as the model's template writes it, for the assistant's next message.
+
+        Args:
+            extra: for the template alone, with "tools" among it.
+            shield: that has broken the marks in both already; None: they are broken here.
+            is_continued: leave out what the template writes after the last message's text.
+
+        Raises ChatTemplateError: also if there are too many messages.
+        """
+        if len(messages) > self._max_messages:
+            raise ChatTemplateError(
+                f"the chat has {len(messages)} messages, but {self._max_messages} is the limit"
+            )
         try:
             if shield is None:
                 shield = Shield(self._tokenizer.marks, messages, extra)

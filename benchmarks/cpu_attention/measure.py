@@ -1,98 +1,20 @@
-"""Measurement of the cases, with notes on their validity."""
+"""Measurement of a case, beside the limits of memory and cores."""
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from benchmarks.cpu_attention.options import CpuAttentionOptions, Shape
+from benchmarks.cpu_attention.options import Options, Shape
 from benchmarks.cpu_attention.pool import Caches, Pool, seeded
-from benchmarks.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
-from benchmarks.cpu_attention.rivals import (
-    LlamaCpp,
-    NoLlamaCppError,
-    Rival,
-    TorchSdpa,
-    measure_rival,
-    relative_error,
-)
 from neo_desktop import native
-from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
-from neo_desktop.engine.progress import Progress
 
 _MIN_SAMPLES = 3
 _SAMPLE_BYTES = 256 << 20  # short calls form a sample of about the bytes that are read before and after it
 _FMA_SECONDS = 0.003
-
-
-def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Iterator[CpuAttentionReport]:
-    """Measure every case; yield the growing report after each.
-
-    A case that does not fit the cache is omitted with a note.
-
-    Raises MemoryError if the cache could not hold a single case.
-    """
-    progress(0.0, "making the KV cache")
-    pool = Pool(options)
-    wanted = [
-        shape
-        for group, head_dim in product(options.groups, options.head_dims)
-        for shape in options.shapes(group, head_dim, pool.num_blocks(group, head_dim))
-    ]
-    fitting = [shape for shape in wanted if shape is not None]
-    if not fitting:
-        raise MemoryError(f"{pool.nbytes / 1e6:.0f} MB for the KV cache hold no case; free some memory")
-    last_level_bytes = last_level_cache_bytes()
-    rivals, missing = _find_rivals(options)
-
-    notes = [
-        f"KV cache of {pool.nbytes / 1e6:.0f} MB; the last-level cache has {last_level_bytes / 1e6:.0f} MB."
-    ]
-    if len(fitting) < len(wanted):
-        notes.append(f"{len(wanted) - len(fitting)} cases do not fit into the KV cache and were left out.")
-    notes += missing
-
-    cases: list[CpuAttentionCase] = []
-    for shape in fitting:
-        sizes = f"{shape.batch} x {shape.context_tokens} tokens"
-        what = f"group {shape.group}, head_dim {shape.head_dim}, {sizes}"
-        progress(len(cases) / len(fitting), what)
-        case = measure(pool, options, shape, options.seconds / len(fitting))
-        seconds = options.rival_seconds / len(fitting) / max(len(rivals), 1)
-        results = {key: measure_rival(each, pool, options, shape, seconds) for key, each in rivals.items()}
-        cases.append(replace(case, rivals=results))
-        yield CpuAttentionReport(
-            dtype=str(options.dtype).removeprefix("torch."),
-            block_size=options.block_size,
-            page_tokens=options.page_tokens,
-            fragmented=options.fragmented,
-            num_threads=options.threads,
-            isa=native.default_isa(),
-            cache_bytes=pool.nbytes,
-            last_level_cache_bytes=last_level_bytes,
-            huge_pages=pool.huge_pages,
-            notes=tuple(notes),
-            cases=tuple(cases),
-        )
-    progress(1.0, "done")
-
-
-def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[str]]:
-    """Return `key of RIVALS` → rival, and notes on missing ones."""
-    if options.rival_seconds <= 0:
-        return {}, []
-    if options.dtype is torch.int8:
-        return {}, ["torch SDPA and llama.cpp are compared with float16 and bfloat16 KV only."]
-    rivals: dict[str, Rival] = {"torch_sdpa": TorchSdpa()}
-    try:
-        rivals["llama_cpp"] = LlamaCpp()
-    except NoLlamaCppError as error:
-        return rivals, [f"{error}: not compared."]
-    return rivals, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +36,26 @@ class Limits:
         )
 
 
-def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float) -> CpuAttentionCase:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table; medians over samples of calls."""
+
+    seconds: float  # per call
+    kv_bytes: int  # keys and values of one call, including int8's scales
+    read_bytes_per_s: float  # plain reads around the calls, same threads
+    fma_bytes_per_s: float  # rate of KV whose multiply-adds take this arithmetic, same threads
+    limit_share: float  # of the smaller limit: the headline
+    relative_error: float  # worst checked head, against float64
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Milliseconds, 1e9 bytes of KV per second and the limits, as the table has them."""
+        rates = (self.kv_bytes / self.seconds, self.read_bytes_per_s, self.fma_bytes_per_s)
+        gb_per_s = (f"{rate / 1e9:.{digits}f}" for rate, digits in zip(rates, (1, 1, 0), strict=True))
+        return (f"{self.seconds * 1e3:.2f}", *gb_per_s, f"{self.limit_share:.0%}")
+
+
+def measure(pool: Pool, options: Options, shape: Shape, seconds: float) -> Case:
     """Call the kernel for about this time."""
     caches = pool.caches(shape.group, shape.head_dim)
     tables = pool.block_tables(shape)
@@ -138,39 +79,26 @@ def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: flo
     error = _worst_error(q, caches, tables[0], shape.context_tokens, out)
     calls: list[float] = []
     limits = [_limits(pool, options, 0)]
-    read_fractions: list[float] = []
-    limit_fractions: list[float] = []
+    shares: list[float] = []
     end = time.perf_counter() + seconds
     while len(calls) < _MIN_SAMPLES or time.perf_counter() < end:
         turn = len(calls) + 1
         calls.append(sample(turn))
         limits.append(_limits(pool, options, turn))
         around = limits[-2].mean(limits[-1])
-        reached = kv_bytes / calls[-1]
-        read_fractions.append(reached / around.read_bytes_per_s)
-        limit_fractions.append(reached / around.bytes_per_s(shape.multiply_adds / kv_bytes))
-    call_s = statistics.median(calls)
+        shares.append(kv_bytes / calls[-1] / around.bytes_per_s(shape.multiply_adds / kv_bytes))
     multiply_adds_per_s = statistics.median(each.multiply_adds_per_s for each in limits)
-    return CpuAttentionCase(
-        group=shape.group,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        batch=shape.batch,
-        context_tokens=shape.context_tokens,
+    return Case(
+        seconds=statistics.median(calls),
         kv_bytes=kv_bytes,
-        calls=len(calls) * calls_per_sample,
-        milliseconds=call_s * 1e3,
-        gb_per_s=kv_bytes / call_s / 1e9,
-        read_gb_per_s=statistics.median(each.read_bytes_per_s for each in limits) / 1e9,
-        multiply_adds_per_s=multiply_adds_per_s,
-        fma_gb_per_s=multiply_adds_per_s * kv_bytes / shape.multiply_adds / 1e9,
-        fraction=statistics.median(read_fractions),
-        limit_fraction=statistics.median(limit_fractions),
+        read_bytes_per_s=statistics.median(each.read_bytes_per_s for each in limits),
+        fma_bytes_per_s=multiply_adds_per_s * kv_bytes / shape.multiply_adds,
+        limit_share=statistics.median(shares),
         relative_error=error,
     )
 
 
-def _limits(pool: Pool, options: CpuAttentionOptions, turn: int) -> Limits:
+def _limits(pool: Pool, options: Options, turn: int) -> Limits:
     """Read for a moment, and multiply for another."""
     read_bytes_per_s = pool.read_bytes_per_s(turn)
     # Queries in bf16 use dot products if available, others fp32.
@@ -186,5 +114,19 @@ def _worst_error(q: Tensor, caches: Caches, table: Tensor, tokens: int, out: Ten
     for request, head in product({0, len(q) - 1}, {0, kv_heads - 1}):
         k, v = caches.rows(table[request], head, tokens)
         heads = slice(head * group, (head + 1) * group)
-        worst = max(worst, relative_error(out[request, heads], q[request, heads], k, v))
+        worst = max(worst, _relative_error(out[request, heads], q[request, heads], k, v))
     return worst
+
+
+def _relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Return the worst error against float64 of the query heads that share a KV head.
+
+    Args:
+        out: [heads, head_dim], to be checked.
+        q: [heads, head_dim].
+        k: [tokens, head_dim].
+        v: [tokens, head_dim].
+    """
+    scores = q.double() @ k.double().T * q.shape[-1] ** -0.5
+    expected = scores.softmax(-1) @ v.double()
+    return float(((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())

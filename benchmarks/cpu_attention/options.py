@@ -1,4 +1,4 @@
-"""Options of the suite: shapes, batches, number formats."""
+"""Options of the measurement: shapes, batches, number formats."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,49 +6,26 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 
-TARGET = 0.9  # share of the limit, the kernels' goal
-RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in reports → name
 KV_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+GROUPS = (1, 4, 8)  # query heads per KV head
+HEAD_DIMS = (64, 128)
+CONTEXT_TOKENS = (512, 2048, 8192, 32768)  # each with BATCH requests, and with those that fill the cache
+BATCH = 8
+LONG, SHORT = (1, 32768), (256, 64)  # requests and tokens: one long request alone, many short ones
+PAGE_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
-class CpuAttentionOptions:
-    """Shapes and limits of memory and time.
+class Options:
+    """The KV's number format, threads, and the order of blocks."""
 
-    Raises ValueError for an unsupported number format or block size.
-    """
-
-    groups: tuple[int, ...] = (1, 4, 8)  # query heads per KV head
-    head_dims: tuple[int, ...] = (64, 128)
-    context_tokens: tuple[int, ...] = (512, 2048, 8192, 32768)  # each with the batch that fills the cache,
-    batches: tuple[int, ...] = (8,)  # and with these
-    long_tokens: int = 32768  # one request alone
-    short_requests: int = 256
-    short_tokens: int = 64
-    dtype: torch.dtype = torch.float16  # of KV
-    block_size: int = 16  # tokens per block table entry; a page of memory holds several blocks
+    dtype: torch.dtype = torch.float16
+    num_threads: int = 0  # 0: all cores but two if more than four exist, else all
     # True: a request's blocks are scattered one by one, as in an engine whose memory has long been full.
     # False: whole runs of blocks are scattered, as the engine allocates them while blocks are idle.
     fragmented: bool = False
-    # KV cache; None: four times the last-level cache or 1 GiB, within a quarter of free memory
-    memory_bytes: int | None = None
-    seconds: float = 60.0  # for the calls together; a case makes at least three
-    rival_seconds: float = 40.0  # for the rivals' calls together; 0: no comparison
-    num_threads: int = 0  # 0: all cores but two if more than four exist, else all
-
-    def __post_init__(self) -> None:
-        if self.dtype not in KV_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in KV_DTYPES)
-            raise ValueError(f"KV cannot be {self.dtype}; choose from {names}")
-        if self.block_size < 16 or self.block_size % 16 != 0:
-            raise ValueError(f"block_size is {self.block_size}; keys in pairs need a multiple of 16")
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens per page of memory, as in the engine."""
-        return BLOCKS_PER_RUN * self.block_size
 
     @property
     def blocks_together(self) -> int:
@@ -68,18 +45,17 @@ class CpuAttentionOptions:
 
     def num_pieces(self, tokens: int) -> int:
         """Return the pieces of memory of a request: blocks or whole runs."""
-        return -(-tokens // (self.block_size * self.blocks_together))
+        return -(-tokens // (BLOCK_SIZE * self.blocks_together))
 
     def shapes(self, group: int, head_dim: int, num_blocks: int) -> Iterator["Shape | None"]:
         """Yield every case of one group and head_dim; None for one that exceeds `num_blocks`."""
         num_pieces = num_blocks // self.blocks_together
-        wanted = {
-            (batch, tokens): None  # in order, without duplicates
-            for tokens in self.context_tokens
-            for batch in (*self.batches, max(1, num_pieces // self.num_pieces(tokens)))
-        }
-        wanted |= {(1, self.long_tokens): None, (self.short_requests, self.short_tokens): None}
-        for batch, tokens in wanted:
+        wanted = [
+            (batch, tokens)
+            for tokens in CONTEXT_TOKENS
+            for batch in (BATCH, max(1, num_pieces // self.num_pieces(tokens)))
+        ]
+        for batch, tokens in dict.fromkeys([*wanted, LONG, SHORT]):
             fits = batch * self.num_pieces(tokens) <= num_pieces
             yield Shape(group, head_dim, batch, tokens) if fits else None
 

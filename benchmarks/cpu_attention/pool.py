@@ -1,4 +1,4 @@
-"""Memory of the suite, allocated once, with a view for every case's shape."""
+"""Memory of the measurement, allocated once, with a view for every case's shape."""
 
 import math
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
+from benchmarks.cpu_attention.options import HEAD_DIMS, PAGE_TOKENS, Options, Shape, kv_heads, row_bytes
 from neo_desktop import native
-from neo_desktop.app.bench.computer import bytes_beyond_caches
+from neo_desktop.app.bench.host_rates import bytes_beyond_caches
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 
 _READ_BYTES = 256 << 20
 
@@ -24,20 +24,19 @@ class Caches:
     v: Tensor  # [num_pages, kv_heads, page_tokens, head_dim]
     k_scale: Tensor | None  # [num_pages, kv_heads, page_tokens]
     v_scale: Tensor | None
-    block_size: int  # tokens per block table entry
 
     def decode(self, q: Tensor, table: Tensor, lens: Tensor, out: Tensor, num_threads: int) -> None:
         """Attend to the blocks of `table`."""
         native.paged_attention_decode(
             *(q, self.k, self.v, table, lens, q.shape[-1] ** -0.5, out, num_threads),
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
 
     def rows(self, blocks: Tensor, head: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the first keys and values of some blocks in float64, each [tokens, head_dim]."""
-        slots = slots_of(blocks.long(), self.block_size)[:tokens]
+        slots = slots_of(blocks.long(), BLOCK_SIZE)[:tokens]
         pages, rows = slots // self.v.shape[2], slots % self.v.shape[2]
         k, v = self.k[pages, head, rows].flatten(1).double(), self.v[pages, head, rows].double()
         if self.k_scale is not None and self.v_scale is not None:
@@ -49,11 +48,10 @@ class Caches:
 class Pool:
     """Keys and values for any shape: flat memory, full of random numbers."""
 
-    def __init__(self, options: CpuAttentionOptions) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        nbytes = bytes_beyond_caches() if options.memory_bytes is None else options.memory_bytes
-        dtype = options.dtype
-        head_dim = min(options.head_dims)  # the one with the most rows and scales
+        dtype, nbytes = options.dtype, bytes_beyond_caches()
+        head_dim = min(HEAD_DIMS)  # the one with the most rows and scales
         rows = nbytes // 2 // row_bytes(head_dim, dtype)
         self._memory = empty_aligned((2 * rows * head_dim,), dtype)
         self.k, self.v = self._memory.chunk(2)  # contiguous tensors of keys and of values
@@ -62,7 +60,7 @@ class Pool:
         numbers = torch.randn(min(self._memory.numel(), 9_999_991), generator=seeded())
         if dtype is torch.int8:
             numbers = (numbers * 40).round().clamp(-127, 127)
-        self.huge_pages = _fill(self._memory, numbers)
+        _fill(self._memory, numbers)
         for scales in (self._k_scale, self._v_scale):
             _fill(scales, 0.02 + 0.01 * torch.rand(min(scale_rows, 999_983), generator=seeded()))
 
@@ -73,20 +71,18 @@ class Pool:
 
     def num_blocks(self, group: int, head_dim: int) -> int:
         """Return the number of blocks of this shape in the pool, in whole pages."""
-        num_pages = self.k.numel() // (kv_heads(group) * self._options.page_tokens * head_dim)
+        num_pages = self.k.numel() // (kv_heads(group) * PAGE_TOKENS * head_dim)
         return num_pages * BLOCKS_PER_RUN
 
     def caches(self, group: int, head_dim: int) -> Caches:
         """View the pool as the engine's paged KV cache."""
-        page_tokens = self._options.page_tokens
         leading = (self.num_blocks(group, head_dim) // BLOCKS_PER_RUN, kv_heads(group))
-        k, v = _view(self._memory, (*leading, 2, page_tokens * head_dim)).unbind(-2)
+        k, v = _view(self._memory, (*leading, 2, PAGE_TOKENS * head_dim)).unbind(-2)
         return Caches(
-            k=k.view(*leading, head_dim // 2, page_tokens, 2).transpose(-3, -2),
-            v=v.view(*leading, page_tokens, head_dim),
-            k_scale=_view(self._k_scale, (*leading, page_tokens)) if len(self._k_scale) else None,
-            v_scale=_view(self._v_scale, (*leading, page_tokens)) if len(self._v_scale) else None,
-            block_size=self._options.block_size,
+            k=k.view(*leading, head_dim // 2, PAGE_TOKENS, 2).transpose(-3, -2),
+            v=v.view(*leading, PAGE_TOKENS, head_dim),
+            k_scale=_view(self._k_scale, (*leading, PAGE_TOKENS)) if len(self._k_scale) else None,
+            v_scale=_view(self._v_scale, (*leading, PAGE_TOKENS)) if len(self._v_scale) else None,
         )
 
     def block_tables(self, shape: Shape) -> Tensor:
@@ -100,7 +96,7 @@ class Pool:
         calls = len(order) // (shape.batch * pieces)
         firsts = order[: calls * shape.batch * pieces].view(calls, shape.batch, pieces, 1) * together
         blocks = (firsts + torch.arange(together)).flatten(-2)
-        return blocks[..., : -(-shape.context_tokens // self._options.block_size)].int()
+        return blocks[..., : -(-shape.context_tokens // BLOCK_SIZE)].int()
 
     def read_bytes_per_s(self, turn: int) -> float:
         """Read part of the pool front to back, a different part each turn; return bytes per second."""
@@ -124,14 +120,13 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _fill(tensor: Tensor, numbers: Tensor) -> bool:
-    """Repeat the numbers, of odd length so that rows differ. Return True if huge pages are used."""
-    huge_pages = native.advise_huge_pages(tensor)
+def _fill(tensor: Tensor, numbers: Tensor) -> None:
+    """Repeat the numbers, of odd length so that rows differ, in huge pages where there are some."""
+    native.advise_huge_pages(tensor)
     piece = numbers.to(tensor.dtype)
     for start in range(0, tensor.numel(), max(len(piece), 1)):
         part = tensor[start : start + len(piece)]
         part.copy_(piece[: len(part)])
-    return huge_pages
 
 
 def _view(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cpu_attention.options import RIVALS, CpuAttentionOptions, Shape
+from benchmarks.cpu_attention.options import Options, Shape
 from benchmarks.cpu_attention.pool import Pool, seeded
-from benchmarks.cpu_attention.report import RivalResult
 
 _CALLS = 3  # with the final batch, if one call does not take too long
 
@@ -51,7 +50,7 @@ class Rival(Protocol):
 class TorchSdpa:
     """torch's own choice of kernel."""
 
-    name = RIVALS["torch_sdpa"]
+    name = "torch SDPA"
 
     @contextmanager
     def prepared(self, q: Tensor, k: Tensor, v: Tensor, num_threads: int) -> Iterator[Callable[[], Tensor]]:
@@ -92,25 +91,18 @@ _SIGNATURES: dict[str, tuple[type | None, ...]] = {
 }
 
 
-class NoLlamaCppError(Exception):
-    """The reason why llama.cpp is not compared."""
-
-
 class LlamaCpp:
     """Flash attention through the public C API of ggml, the library of llama-cpp-python.
 
-    Raises NoLlamaCppError if it is missing or too old.
+    Raises OSError or AttributeError if it is missing or too old.
     """
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("llama_cpp")
         if spec is None or spec.origin is None:
-            raise NoLlamaCppError("llama-cpp-python is not installed")
-        try:
-            library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml-cpu.so"))
-            self._functions = {name: _function(library, name) for name in _SIGNATURES}
-        except (OSError, AttributeError) as error:
-            raise NoLlamaCppError(f"llama-cpp-python's library cannot be used: {error}") from None
+            raise OSError("llama-cpp-python is not installed")
+        library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml-cpu.so"))
+        self._functions = {name: _function(library, name) for name in _SIGNATURES}
         self.name = f"llama.cpp (ggml {self._functions['ggml_version']().decode()})"
         self._backend = self._functions["ggml_backend_cpu_init"]()
 
@@ -160,57 +152,37 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
     return function
 
 
-def measure_rival(
-    rival: Rival, pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float
-) -> RivalResult:
-    """Call it for about this time, at least once."""
-    deadline = time.perf_counter() + seconds
-    turn, error = 0, 0.0
+def find_rivals(options: Options) -> list[Rival]:
+    """Return the rivals of this number format that are installed; print why others are missing."""
+    if options.dtype is torch.int8:
+        print("torch SDPA and llama.cpp are compared with float16 and bfloat16 KV only.")
+        return []
+    try:
+        return [TorchSdpa(), LlamaCpp()]
+    except (OSError, AttributeError) as error:
+        print(f"llama.cpp is not compared: {error}")
+        return [TorchSdpa()]
 
-    def timed(batch: int) -> tuple[float, float]:
-        """Return seconds and the share of the reads around the calls."""
-        nonlocal turn, error
+
+def rival_gb_per_s(rival: Rival, pool: Pool, options: Options, shape: Shape, seconds: float) -> float:
+    """Call it for about this time, at least once; return the median rate of KV."""
+    deadline, turn = time.perf_counter() + seconds, 0
+
+    def timed(batch: int) -> float:
+        nonlocal turn
         turn += 1
-        part = replace(shape, batch=batch)
-        k, v = pool.gathered(part, turn)
+        k, v = pool.gathered(replace(shape, batch=batch), turn)
         q = torch.randn(batch, shape.kv_heads * shape.group, shape.head_dim, generator=seeded())
-        q = q.to(options.compute_dtype)
-        with rival.prepared(q, k, v, options.threads) as attend:
-            read_before = pool.read_bytes_per_s(turn)
+        with rival.prepared(q.to(options.compute_dtype), k, v, options.threads) as attend:
             start = time.perf_counter()
-            out = attend()
-            taken = time.perf_counter() - start
-            read_after = pool.read_bytes_per_s(turn + 1)
-        if turn == 1:
-            error = relative_error(out[0, : shape.group], q[0, : shape.group], k[0, 0], v[0, 0])
-        return taken, 2 * part.kv_bytes(options.dtype) / taken / (read_before + read_after)
+            attend()
+            return time.perf_counter() - start
 
     batch = 1
     calls = [timed(batch)]
-    while batch < shape.batch and time.perf_counter() + 2 * _CALLS * calls[-1][0] < deadline:
+    while batch < shape.batch and time.perf_counter() + 2 * _CALLS * calls[-1] < deadline:
         batch = min(2 * batch, shape.batch)
         calls = [timed(batch)]
-    while time.perf_counter() + calls[-1][0] < deadline:
+    while time.perf_counter() + calls[-1] < deadline:
         calls.append(timed(batch))
-    kv_bytes = replace(shape, batch=batch).kv_bytes(options.dtype)
-    return RivalResult(
-        batch=batch,
-        calls=len(calls),
-        gb_per_s=kv_bytes / statistics.median(seconds for seconds, _ in calls) / 1e9,
-        fraction=statistics.median(fraction for _, fraction in calls),
-        relative_error=error,
-    )
-
-
-def relative_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Return the worst error against float64 of the query heads that share a KV head.
-
-    Args:
-        out: [heads, head_dim], to be checked.
-        q: [heads, head_dim].
-        k: [tokens, head_dim].
-        v: [tokens, head_dim].
-    """
-    scores = q.double() @ k.double().T * q.shape[-1] ** -0.5
-    expected = scores.softmax(-1) @ v.double()
-    return float(((out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+    return replace(shape, batch=batch).kv_bytes(options.dtype) / statistics.median(calls) / 1e9

@@ -5,6 +5,7 @@ The module calls the driver through NVIDIA's `cuda-bindings`, a dependency of to
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -38,30 +39,30 @@ def open_driver() -> Driver:
         major = str(torch.version.cuda).partition(".")[0]
         raise RuntimeError(
             f"Python's bindings to CUDA's driver are missing ({error}). Install them: "
-            f"pip install 'cuda-bindings=={major}.*'"
+            f"{sys.executable} -m pip install 'cuda-bindings=={major}.*'"
         ) from error
     return driver
 
 
-def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Queue a write of `value` to `flag`, an int32 in pinned host memory, after the stream's earlier work.
+def stream_write_value(stream: torch.cuda.Stream, flag: Tensor) -> None:
+    """Queue a write of 1 to `flag`, an int32 in pinned host memory, after the stream's earlier work.
 
     Raises:
         StreamMemoryError: The driver refuses.
         DeviceLostError: The GPU is lost to this process.
     """
-    _memory_operation("cuStreamWriteValue32", stream, flag, value, 0)
+    _memory_operation("cuStreamWriteValue32", stream, flag, 0)
 
 
-def stream_wait_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
-    """Block a stream until `flag` equals `value`; arguments and errors as in `stream_write_value`."""
-    _memory_operation("cuStreamWaitValue32", stream, flag, value, _WAIT_UNTIL_EQUAL)
+def stream_wait_value(stream: torch.cuda.Stream, flag: Tensor) -> None:
+    """Block a stream until `flag` is 1; arguments and errors as in `stream_write_value`."""
+    _memory_operation("cuStreamWaitValue32", stream, flag, _WAIT_UNTIL_EQUAL)
 
 
-def _memory_operation(name: str, stream: torch.cuda.Stream, flag: Tensor, value: int, flags: int) -> None:
+def _memory_operation(name: str, stream: torch.cuda.Stream, flag: Tensor, flags: int) -> None:
     assert flag.dtype is torch.int32
     try:
-        (result,) = getattr(open_driver(), name)(stream.cuda_stream, flag.data_ptr(), value, flags)
+        (result,) = getattr(open_driver(), name)(stream.cuda_stream, flag.data_ptr(), 1, flags)
     except RuntimeError as error:  # the driver or its function is missing
         raise StreamMemoryError(str(error)) from error
     if result != 0:

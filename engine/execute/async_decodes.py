@@ -16,7 +16,7 @@ There are two sets of buffers: an async step reads the set that the last one wro
 the model runner can repeat a failed async step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,13 +26,14 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import OffloadBuffers, padded_block_tables
+from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
 
@@ -44,19 +45,30 @@ class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        attention: One task per tier, all with the same slots.
+        attention: By tier, all with the same slots.
         old: Index of the set of buffers to read.
     """
 
     memory: Memory
     buffers: "AsyncBuffers"
     stages: Stages
-    attention: Sequence[HostTask]
+    attention: Mapping[KVTier, HostAttention]
     old: int
 
     def __post_init__(self) -> None:
-        self.tasks = self.attention
         self.key = self.old
+
+    @property
+    def tasks(self) -> Sequence[HostTask]:  # type: ignore[override]
+        return [each.task for each in self.attention.values()]
+
+    def fill(self, members: BatchMembers) -> None:
+        *groups, _ = members.async_decodes
+        sequences = [sequence for group in groups for sequence in group]
+        tables = [NO_BLOCKS if s is None else s.block_table for s in sequences]
+        for tier, attention in self.attention.items():
+            lens = [s.context_len if s is not None and s.tier == tier else 0 for s in sequences]
+            attention.fill(tables, lens)
 
     @property
     def _count(self) -> int:
@@ -142,22 +154,16 @@ class AsyncBuffers:
                     "CPU or a worker"
                 )
 
-    def attenders(self, memory: Memory, members: BatchMembers) -> Iterator[Attender]:
+    def attenders(self, memory: Memory) -> Iterator[Attender]:
         """Yield the async decodes of sub-batch 0, if any."""
-        if not members.async_decodes:
+        count = memory.rows.async_decodes
+        if not count:
             return
-        async_groups, count = members.async_decodes[:-1], memory.rows.async_decodes
-        shape = len(async_groups), len(async_groups[0])
-        sequences = [sequence for group in async_groups for sequence in group]
-        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in sequences])
-        lens = torch.tensor([0 if s is None else s.context_len for s in sequences], dtype=torch.int32)
-        tasks = []
+        attention = {}
         # Every tier gets a batch, since equal graphs raise the same flags. An empty CPU-cache stays empty.
         for tier, flags in self.flags.items():
-            if tier.cpu_attends and not self._storage[tier].num_blocks:
-                continue
-            is_here = torch.tensor([s is not None and s.tier == tier for s in sequences])
-            buffers = OffloadBuffers(self.qkv[:, :count], self.out[1 - self.newest, :, :count], flags)
-            of_tier = tables.view(*shape, tables.shape[1]), (lens * is_here).view(shape)
-            tasks.append(buffers.attention(self._storage[tier], memory.index, *of_tier))
-        yield AsyncDecodes(memory, self, self._stages, tasks, self.newest)
+            pool = self._storage[tier]
+            if pool.num_blocks or not tier.cpu_attends:
+                buffers = OffloadBuffers(self.qkv[:, :count], self.out[1 - self.newest, :, :count], flags)
+                attention[tier] = HostAttention(buffers, pool, memory.index)
+        yield AsyncDecodes(memory, self, self._stages, attention, self.newest)

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from neo_desktop.engine.execute.lane import HostTask, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 
 
 class Attender:
@@ -17,6 +18,9 @@ class Attender:
     spans_layers = False  # True: its copies flow through all layers, so one graph contains all layers or none
     key: Hashable = None  # what its work in graphs depends on, besides the iteration's sizes
     tasks: Sequence[HostTask] = ()  # work of the CPU or a worker, in the device's order
+
+    def fill(self, members: BatchMembers) -> None:
+        """Take the sequences of an iteration of the same sizes; the attender of a graph serves many."""
 
     def fetch(self, launcher: Launcher, layer: int) -> None:
         """Start the copies that a layer needs."""

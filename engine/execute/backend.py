@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
 MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
 
-NEVER_CAPTURED = (Lane.STORE, Lane.SWAP)  # lanes whose work depends on the plan
+NEVER_CAPTURED = (Lane.STORE, Lane.SWAP, Lane.EXPERTS)  # lanes whose work depends on the plan
 
 
 class AnyProgram(Protocol):
@@ -210,7 +210,8 @@ class StreamBackend:
         self._fork()
         key, spans, parts = program.key, [], sections(program)
         is_new = key not in self._seen
-        is_graph = with_graphs and not is_new and any(can for can, _ in parts)
+        with_graphs = with_graphs and any(can for can, _ in parts)
+        is_graph = with_graphs and not is_new
         if with_graphs:
             self._seen.add(key)
         if is_graph and key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:

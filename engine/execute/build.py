@@ -39,6 +39,8 @@ def build_executor(
     timeline: Timeline | None,
     streams: Streams,
     group: Group | None = None,
+    *,
+    moves_experts: bool = False,
 ) -> ModelRunner:
     """Build the model runner, and compile a GPU's kernels.
 
@@ -47,6 +49,7 @@ def build_executor(
         max_requests: Most requests of an iteration.
         streams: Streams for work on the model's device.
         group: The tensor-parallel group; None: the model is not divided.
+        moves_experts: True if experts in host memory may move to the device.
     """
     most_blocks = max((storage[tier].num_blocks for tier in storage.tiers), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
@@ -54,7 +57,7 @@ def build_executor(
     backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
         stages = _stages(model, None, group)
-        return ModelRunner(stages, storage, capacity, backend, timeline=timeline)
+        return ModelRunner(stages, storage, capacity, backend, timeline=timeline, moves_experts=moves_experts)
     if fallbacks.level("graphs") == "host-flags" and any(tier.host_attends for tier in storage.tiers):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
@@ -76,6 +79,7 @@ def build_executor(
         num_programs=num_programs,
         uses_gpu=True,
         timeline=timeline,
+        moves_experts=moves_experts,
     )
     if fallbacks.level("graphs") != "eager" and not executor.fits_graphs:
         fallbacks.limit("graphs", "eager", "graphs need pinned host memory, and some of it is pageable")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.host import OffloadBuffers, padded_block_tables
+from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
@@ -25,13 +25,21 @@ class OffloadedDecodes(Attender):
     """Decodes of a sub-batch with attention on the CPU or a worker."""
 
     memory: Memory
-    rows: slice
+    tier: int  # index of the tier
     buffers: OffloadBuffers
-    task: HostTask
-    attended: Signal | None = None  # end of the attention in the current layer
+    attention: HostAttention
+    attended: Sequence[Signal] = ()  # end of the attention in the current layer
 
     def __post_init__(self) -> None:
-        self.tasks = (self.task,)
+        self.rows = self.memory.rows.decodes_of(self.tier)
+
+    @property
+    def tasks(self) -> Sequence[HostTask]:  # type: ignore[override]
+        return (self.attention.task,)
+
+    def fill(self, members: BatchMembers) -> None:
+        decodes = members.decodes[self.tier]
+        self.attention.fill([s.block_table for s in decodes], [s.context_len for s in decodes])
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
         target = self.buffers.qkv
@@ -39,18 +47,16 @@ class OffloadedDecodes(Attender):
         stage = Stage("q, k, v", layer, self.memory.index, len(target))
         send = partial(target.copy_, rows, non_blocking=True)
         sent = launcher.run(Lane.TO_HOST, stage, send, (linear,))
-        self.attended = launcher.host(self.task, layer, (sent,))
+        self.attended = (launcher.host(self.attention.task, layer, (sent,)),)
         return ()
 
     def collect(self, launcher: Launcher, layer: int) -> Sequence[Signal]:
-        if self.attended is None:
+        if layer < 0:
             return ()
         out, rows = self.buffers.out, self.memory.state.attention[self.rows]
         stage = Stage("o", layer, self.memory.index, len(out))
         bring = partial(rows.copy_, out, non_blocking=True)
-        arrived = launcher.run(Lane.TO_DEVICE, stage, bring, (self.attended,))
-        self.attended = None
-        return (arrived,)
+        return (launcher.run(Lane.TO_DEVICE, stage, bring, self.attended),)
 
 
 class DecodeOffload:
@@ -72,19 +78,16 @@ class DecodeOffload:
         kept = [each for both in self._kept.values() for each in both]
         return [tensor for each in kept for tensor in (each.qkv, each.out, each.flags)]
 
-    def attenders(self, memory: Memory, members: BatchMembers) -> Iterator[Attender]:
+    def attenders(self, memory: Memory) -> Iterator[Attender]:
         """Yield the decodes of a sub-batch with attention on the CPU or workers, by tier."""
-        for index, (tier, sequences) in enumerate(zip(self._storage.tiers, members.decodes, strict=True)):
-            count = memory.rows.decodes[index]
+        for index, (tier, count) in enumerate(zip(self._storage.tiers, memory.rows.decodes, strict=True)):
             if not count or not tier.host_attends:
                 continue
             kept = self._kept[tier][memory.index]
             buffers = kept if count <= len(kept.qkv) else self._buffers(count)
             buffers = OffloadBuffers(buffers.qkv[:count], buffers.out[:count], buffers.flags)
-            tables = padded_block_tables([s.block_table for s in sequences])
-            lens = torch.tensor([s.context_len for s in sequences], dtype=torch.int32)
-            task = buffers.attention(self._storage[tier], memory.index, tables, lens)
-            yield OffloadedDecodes(memory, memory.rows.decodes_of(index), buffers, task)
+            attention = HostAttention(buffers, self._storage[tier], memory.index)
+            yield OffloadedDecodes(memory, index, buffers, attention)
 
     def _buffers(self, rows: int) -> OffloadBuffers:
         config, dtype, device = self._model.config, self._model.dtype, self._model.device

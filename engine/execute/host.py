@@ -7,6 +7,7 @@ the worker (`worker_relay`).
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,35 +41,69 @@ class OffloadBuffers:
     out: Tensor  # [decodes, heads, head_dim]
     flags: Tensor  # see `native.relay.empty_flags`
 
-    def attention(self, pool: KVPool, index: int, block_tables: Tensor, context_lens: Tensor) -> HostTask:
-        """Make the attention of decodes of one tier, padding included, on the CPU or a worker.
 
-        Async decodes are at different layers, so their tensors have a leading dimension of layers. A context
-        length of 0 marks a slot that is empty or belongs to another tier.
+class HostAttention:
+    """Attention of a tier's decodes in a sub-batch, in every layer, on the CPU or a worker.
+
+    It is kept for iterations of equal sizes, because a native task is slow to make. Async decodes are at
+    different layers, so their tensors have a leading dimension of layers.
+
+    Args:
+        buffers: For at least as many decodes.
+        pool: The tier's pool.
+        index: Index of the sub-batch.
+    """
+
+    task: HostTask  # of the last `fill`
+
+    def __init__(self, buffers: OffloadBuffers, pool: KVPool, index: int) -> None:
+        self._buffers, self._pool, self._index = buffers, pool, index
+        self._layers = tuple(buffers.qkv.shape[:-3])  # of async decodes; empty: one layer at a time
+        self._block_tables = self._context_lens = np.zeros(0, np.int32)
+
+    def fill(self, block_tables: Sequence[IntView], context_lens: Sequence[int]) -> None:
+        """Take the decodes of an iteration; a context of 0 tokens marks an empty slot.
 
         Args:
-            pool: The tier's pool.
-            index: Index of the sub-batch.
-            block_tables: [decodes, max_blocks] int32
-            context_lens: [decodes] int32
+            block_tables: Per decode; of async decodes per layer and slot, layer 0 first.
+            context_lens: In the same order.
+
+        Raises:
+            ValueError: A context does not fit its block table, or a block is not in the pool.
         """
-        count, is_async = context_lens.shape[-1], context_lens.dim() > 1
-        heads, kv_heads = self.out.shape[-2], pool.row_shape[0]
-        q, k, v = torch.split(self.qkv[..., :count, :, :], [heads, kv_heads, kv_heads], dim=-2)
-        rows = DecodeRows(q, block_tables, context_lens, self.out[..., :count, :, :], k, v)
+        width, count = max(map(len, block_tables), default=0), len(block_tables) // math.prod(self._layers)
+        shape = *self._layers, count, width
+        # A worker recognises the tables that it has by their tensor.
+        is_new = self._pool.worker is not None or self._block_tables.shape != shape
+        if is_new:
+            self._block_tables, self._context_lens = np.zeros(shape, np.int32), np.zeros(shape[:-1], np.int32)
+        for row, table in zip(self._block_tables.reshape(-1, max(width, 1)), block_tables, strict=False):
+            row[: len(table)] = table
+        self._context_lens.reshape(-1)[:] = context_lens
+        if is_new:
+            self.task = self._task(torch.from_numpy(self._block_tables), torch.from_numpy(self._context_lens))
+        elif self.task.native is not None:
+            self.task.native.check()
+            self.task.busy_ns = 0
+
+    def _task(self, block_tables: Tensor, context_lens: Tensor) -> HostTask:
+        pool, index, flags = self._pool, self._index, self._buffers.flags
+        count, is_async = context_lens.shape[-1], bool(self._layers)
+        out = self._buffers.out[..., :count, :, :]
+        heads, kv_heads = out.shape[-2], pool.row_shape[0]
+        q, k, v = torch.split(self._buffers.qkv[..., :count, :, :], [heads, kv_heads, kv_heads], dim=-2)
         prefix = "async " if is_async else ""
         if pool.worker is None:
-            task = pool.host_caches.decode_task(
-                q, k, v, rows.out, block_tables, context_lens, self.flags, index
-            )
+            task = pool.host_caches.decode_task(q, k, v, out, block_tables, context_lens, flags, index)
             return HostTask.of(task, Lane.CPU, f"{prefix}CPU attention", index, count, is_awaited=True)
+        rows = DecodeRows(q, block_tables, context_lens, out, k, v)
         stage = partial(Stage, f"{prefix}worker's attention", sub_batch=index, tokens=count)
         ask, take = (_ask_async, _take_async) if is_async else (_ask, _take)
         return HostTask(
             pool.worker,
             stage,
             partial(take, pool, rows),
-            self.flags,
+            flags,
             partial(ask, pool, rows),
             is_awaited=not is_async,
         )
@@ -197,11 +232,3 @@ class _UnderWay(NamedTuple):
 def _num_raised(flags: Sequence[Tensor]) -> int:
     """Return the number of flags raised by the GPU and the CPU."""
     return sum(int(each.sum()) for each in flags)
-
-
-def padded_block_tables(tables: Sequence[IntView]) -> Tensor:
-    """Combine block tables into one, [sequences, blocks of the longest] int32."""
-    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return torch.from_numpy(padded)

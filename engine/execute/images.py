@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.batch import IterationPlan, ScheduledSequence
+from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import State
@@ -29,15 +29,17 @@ class ImageInputs:
 
     @classmethod
     def of(cls, placed: Iterable[tuple[ScheduledSequence, int]], stages: Stages) -> Self | None:
-        """Return the rows of images; None: the sub-batch has none.
+        """Return the rows of images; None: there are none.
 
         Args:
-            placed: the sequences with their first rows.
+            placed: sequences with their first rows.
         """
         rows, embeddings, rotations = [], [], []
         axes: tuple[int, ...] = ()
         for sequence, first_row in placed:
-            if sequence.images is not None and (found := _found(sequence)).stop > found.start:
+            assert sequence.images is not None
+            found = sequence.images.within(sequence.start, sequence.context_len)
+            if found.stop > found.start:
                 rows.append(sequence.images.positions[found] - sequence.start + first_row)
                 embeddings.append(sequence.images.embeddings[found])
                 rotations.append(sequence.images.others[:, found])
@@ -68,16 +70,3 @@ class ImageInputs:
             cos, sin = (torch.empty_like(angles[self.rows]) for angles in (state.cos, state.sin))
             self.stages.rotate(other, cos, sin)
             state.cos[self.rows.unsqueeze(1), 0, columns] = cos[:, 0, columns]
-
-
-def reads_images(plan: IterationPlan) -> bool:
-    """Return True if the iteration has rows of images."""
-    return any(
-        sequence.images is not None and (found := _found(sequence)).stop > found.start
-        for sequence in plan.sequences
-    )
-
-
-def _found(sequence: ScheduledSequence) -> slice:
-    assert sequence.images is not None
-    return sequence.images.within(sequence.start, sequence.context_len)

@@ -31,6 +31,7 @@ class Lane(StrEnum):
     HOST_WEIGHTS = "host-weights"  # copies of pageable weights to pinned buffers on the host.
     SWAP_IN = "swap-in"  # streamed KV from host memory to the device, one layer ahead.
     SWAP_OUT = "swap-out"  # new rows of streamed KV, back to host memory.
+    EXPERTS = "experts"  # experts that move to slots on the device.
     HOST_SWAP = "host-swap"  # the host's part of STORE and SWAP: rows into and out of pages.
 
 

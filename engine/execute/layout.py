@@ -118,23 +118,28 @@ class GraphKey:
 
     @classmethod
     def of(
-        cls, plan: IterationPlan, members: Sequence[BatchMembers], tiers: Sequence[KVTier], block_size: int
+        cls,
+        members: Sequence[BatchMembers],
+        tiers: Sequence[KVTier],
+        streamed_blocks: NDArray[np.int32],
+        *,
+        has_copies: bool,
     ) -> Self:
-        """Return the exact sizes of a plan.
+        """Return the exact sizes of an iteration.
 
         Args:
             members: The members of the plan's sub-batches, without empty ones.
+            streamed_blocks: See `streamed_blocks`.
         """
-        tables = (
+        tables = [
             len(sequence.block_table)
             for each in members
             for tier, sequences in zip(tiers, each.decodes, strict=True)
             if not tier.host_attends
             for sequence in sequences
-        )
-        streamed = streamed_blocks(plan, block_size)
+        ]
         rows = tuple(each.rows for each in members)
-        return cls(rows, max(tables, default=0), bool(plan.copies), int(streamed.max(initial=-1)) + 1)
+        return cls(rows, max(tables, default=0), has_copies, int(streamed_blocks.max(initial=-1)) + 1)
 
     def rounded(self) -> "GraphKey":
         """Return the graph sizes that serve this iteration and similar ones.

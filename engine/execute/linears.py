@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
+from neo_desktop.engine.execute.expert_moves import MovesBeside
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.timeline import Stage
@@ -23,6 +24,7 @@ class Linears:
         products: The model's offloaded matrices; None: it has none.
         used: Their matmuls in this iteration, in the device's order.
         are_capturable: True if graphs contain them.
+        moves: Moves of experts beside the iteration; None: there are none.
     """
 
     def __init__(
@@ -32,12 +34,21 @@ class Linears:
         used: Sequence[OffloadedPass],
         *,
         are_capturable: bool,
+        moves: MovesBeside | None = None,
     ) -> None:
         self.stages = stages
         self.are_capturable = are_capturable and stages.writes_in_place
         # Ranks cut their stages at all-reduces, which no graph contains; that only pays with graphs.
         self.are_cut_at_sums = stages.is_part and self.are_capturable
         self._products, self._used = products, used
+        self.moves = moves
+
+    @property
+    def key(self) -> int:
+        """Distinguishes graphs of the stages for the same sizes of the iteration."""
+        moves = None if self._products is None else self._products.moves
+        streams_experts = any(each.streams_experts for each in self._used)
+        return 0 if moves is None or not streams_experts else moves.version
 
     @property
     def streams(self) -> bool:

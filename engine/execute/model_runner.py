@@ -72,6 +72,7 @@ class ModelRunner(Executor):
         uses_gpu: True if the backend has relays and graphs; the fallback level may still exclude them.
         timeline: Records the work of every lane.
         timeout: Timeout for progress within an iteration; after it, the model runner is lost.
+        moves_experts: True if experts in host memory may move to the device.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelRunner(Executor):
         uses_gpu: bool = False,
         timeline: Timeline | None = None,
         timeout: Timeout = DEFAULT_TIMEOUT,
+        moves_experts: bool = False,
     ) -> None:
         self._model = model = stages.decoder
         self._stages = stages
@@ -102,7 +104,8 @@ class ModelRunner(Executor):
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
             self._workspace = Workspace(stages, storage.tiers, capacity, num_programs, has_graphs=has_graphs)
-            self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
+            sizes = self._workspace, capacity.decodes
+            self._builder = ProgramBuilder(stages, storage, *sizes, moves_experts=moves_experts)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(tier.host_attends for tier in storage.tiers)
         self._relays = Relays() if has_host and self._may_use_flags else None
@@ -164,7 +167,7 @@ class ModelRunner(Executor):
             raise RuntimeError("the executor is closed")
         if self._changes != fallbacks.changes:
             self._changes = fallbacks.changes
-            self._backend.forget()
+            self.forget_graphs()
         if not self._uses_gpu:  # this thread is the device
             return partial(self._attempt, partial(self._carry_out, plan))
         try:
@@ -227,7 +230,7 @@ class ModelRunner(Executor):
             self._pause_graphs(error)
         elif isinstance(error, torch.AcceleratorError) and not is_lost(error) and self._tries_graphs:
             fallbacks.limit("graphs", "eager", f"a CUDA graph failed: {str(error).partition(chr(10))[0]}")
-            self._backend.forget()
+            self.forget_graphs()
         else:
             raise error
         if plan is not None and plan.copies:
@@ -242,7 +245,7 @@ class ModelRunner(Executor):
             error,
         )
         self._pause = PAUSE_ITERATIONS
-        self._backend.forget()
+        self.forget_graphs()
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Run a part of an iteration; after a failure, no part of the iteration is in flight any more."""
@@ -305,6 +308,7 @@ class ModelRunner(Executor):
     def forget_graphs(self) -> None:
         """Drop all graphs: their work has changed, or their memory is needed."""
         self._backend.forget()
+        self._builder.forget()
 
     def give_up(self) -> None:
         """End all waits for the current iteration; any thread may call this when the iteration cannot end."""
@@ -345,9 +349,10 @@ class ModelRunner(Executor):
         is_first = self._backend.start(
             program,
             with_flags=with_flags,
-            with_graphs=with_graphs and program.is_capturable and self._fits(program.graph_key),
+            with_graphs=with_graphs and self._fits(program.graph_key),
         )
-        self._rows_of_tokens = program.outputs.rows_of_tokens
+        outputs = program.outputs  # the next iteration may fill the program again
+        self._rows_of_tokens = outputs.rows_of_tokens
 
         def wait() -> IterationResult:
             self._backend.wait()
@@ -360,7 +365,7 @@ class ModelRunner(Executor):
             total_ns, self._last_end_ns = now_ns - max(started_ns, self._last_end_ns), now_ns
             copies = program.copied()
             timing = IterationTiming(total_ns / 1e6, attention_ns / 1e6, is_first, *copies)
-            self._last = program.outputs.result(timing)
+            self._last = outputs.result(timing)
             program.end()
             if self._timeline is not None:
                 self._timeline.end_iteration()

@@ -54,6 +54,7 @@ class ExpertPass:
     divided: Mapping[int, DividedMoE]  # turn -> divided MoE layer
     host: HostExperts | None  # None: the CPU has no experts in these turns
     numbers: Tensor  # device scratch for the largest piece
+    log: Mapping[int, Tensor]  # turn -> room for the ids of chosen experts; see `ExpertMoves.log_of`
 
     def submit(
         self, launcher: Launcher, stream: WeightStream, stage: Stage, experts: DividedExperts, made: Signal
@@ -94,8 +95,13 @@ class ExpertPass:
         """Submit the CPU's experts; return the signal of their end."""
         host, turn = self.host, stage.layer
         assert host is not None
-        find = partial(experts.moe.find_host_ids, experts.room, self.divided[turn].streamed)
+        find = partial(self._find_host_ids, experts, turn)
         routed = launcher.run(Lane.DEVICE, stage, find)
         send = partial(host.take, experts.x, experts.room.choice)
         sent = launcher.run(Lane.TO_HOST, host.what(turn), send, (routed,))
         return launcher.host(host.task, turn, (sent,))
+
+    def _find_host_ids(self, experts: DividedExperts, turn: int) -> None:
+        if turn in self.log:
+            self.log[turn].copy_(experts.room.choice.ids)
+        experts.moe.find_host_ids(experts.room, self.divided[turn].streamed)

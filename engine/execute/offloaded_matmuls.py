@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
+from neo_desktop.engine.execute.expert_moves import ExpertMoves, MovesBeside
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
@@ -162,15 +163,16 @@ class OffloadedMatmuls:
     Args:
         stages: The stages of a model with offloaded matrices or experts.
         rows: For each sub-batch, the most rows with fixed buffers, which graphs can use.
+        moves_experts: True if experts may move.
     """
 
-    def __init__(self, stages: Stages, rows: Sequence[int]) -> None:
+    def __init__(self, stages: Stages, rows: Sequence[int], *, moves_experts: bool = False) -> None:
         self._decoder = decoder = stages.decoder
         self.num_turns = decoder.config.num_layers + 1
         self.splits = stages.offloaded_matrices
         self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
         # (sub-batch, rows, turns, shares) -> matmuls; making them is slow
-        self._passes: dict[tuple[int, int, range, tuple[float, float]], OffloadedPass] = {}
+        self._passes: dict[tuple[int, int, range, float, float], OffloadedPass] = {}
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_moe: dict[float, dict[int, DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
@@ -215,6 +217,12 @@ class OffloadedMatmuls:
             self.on_host += self.staging.on_host
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self.room = torch.empty(numbers, dtype=dtype, device=device)  # scratch for an unpacked piece
+        slots, experts = decoder.expert_slots, decoder.config.experts
+        self.moves: ExpertMoves | None = None  # None: experts stay where they are
+        # Copies from pageable memory would block the launching thread.
+        if moves_experts and slots is not None and experts is not None and suits_graphs(sources, device):
+            turns = {turn: moe.slots for turn, moe in self.moe_layers.items() if moe.slots is not None}
+            self.moves = ExpertMoves(slots, turns, rows, experts.per_token)
 
     def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
         """Return the division of the matrices for `rows` rows, by turn and name, in the order of a turn."""
@@ -228,8 +236,8 @@ class OffloadedMatmuls:
 
         Matmuls of a sub-batch share memory, so they must run one after the other.
         """
-        shares = self._decoder.streamed_shares.of(rows), self._decoder.streamed_experts.of(rows)
-        key = index, rows, turns, shares
+        shares = self._decoder.streamed_shares.of(rows), self._expert_share(rows)
+        key = index, rows, turns, *shares
         if key in self._passes:
             return self._passes[key]
         room = self._rooms.of(index, rows)
@@ -250,12 +258,39 @@ class OffloadedMatmuls:
 
     def divided_moe(self, rows: int) -> Mapping[int, DividedMoE]:
         """Return the division of the experts for `rows` rows, by turn."""
-        share, dtype = self._decoder.streamed_experts.of(rows), self._decoder.dtype
+        share, dtype = self._expert_share(rows), self._decoder.dtype
         if share not in self._divided_moe:
             self._divided_moe[share] = {
                 turn: DividedMoE.of(moe, share, dtype) for turn, moe in self.moe_layers.items()
             }
         return self._divided_moe[share]
+
+    def _expert_share(self, rows: int) -> float:
+        """Return the streamed share of the experts in host memory; 0 if that is less than half an expert."""
+        share, experts = self._decoder.streamed_experts.of(rows), self._decoder.config.experts
+        return 0.0 if experts is None or round(share * experts.count) == 0 else share
+
+    def moves_beside(
+        self, counts: Mapping[int, int], rows: Mapping[int, Sequence[int]]
+    ) -> MovesBeside | None:
+        """Return the moves of experts in the next iteration; None: experts stay.
+
+        Args:
+            counts: index of a sub-batch -> number of its rows.
+            rows: index of a sub-batch -> its rows without padding.
+        """
+        moves = self.moves
+        if moves is None:
+            return None
+        decides = all(
+            moves.log_of(index, count) and not self._expert_share(count) for index, count in counts.items()
+        )
+        version = moves.version
+        beside = moves.beside(rows, decides=decides)
+        if moves.version != version:  # streamed experts have other addresses
+            self._passes = {key: each for key, each in self._passes.items() if not key[-1]}
+            self._divided_moe = {share: each for share, each in self._divided_moe.items() if not share}
+        return beside
 
     def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
         divided = {turn: each for turn, each in self.divided_moe(rows).items() if turn in turns}
@@ -263,7 +298,8 @@ class OffloadedMatmuls:
         host = None
         if on_host:
             host = HostExperts.of(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
-        return ExpertPass(divided, host, self.room)
+        log = {} if self.moves is None else self.moves.log_of(index, rows)
+        return ExpertPass(divided, host, self.room, log)
 
 
 def _divide(split: OffloadedLinear, share: float) -> Divided:
@@ -282,6 +318,11 @@ class OffloadedPass:
     divided: Mapping[tuple[int, str], Divided]  # (turn, name) -> divided matrix, in order
     hosts: Mapping[str, HostProduct]
     experts: ExpertPass
+
+    @property
+    def streams_experts(self) -> bool:
+        """True if some experts are streamed."""
+        return any(each.streamed for each in self.experts.divided.values())
 
     @property
     def tasks(self) -> list[HostTask]:

@@ -25,9 +25,10 @@ class OutputHead:
 
     Args:
         workspace: Working memory.
-        outputs: The requested outputs of the iteration.
-        chooses: True if a graph chooses the most probable token of every row.
+        chooses: True if the last steps choose the most probable token of every row.
     """
+
+    outputs: Outputs  # the requested outputs of the iteration
 
     def __init__(
         self,
@@ -35,7 +36,6 @@ class OutputHead:
         workspace: Workspace,
         passes: Sequence[SubBatchPass],
         products: OffloadedMatmuls | None,
-        outputs: Outputs,
         *,
         chooses: bool,
     ) -> None:
@@ -43,8 +43,7 @@ class OutputHead:
         self._config = stages.decoder.config
         self._workspace = workspace
         self._passes = passes
-        self._outputs = outputs
-        self._chooses = chooses
+        self.chooses = chooses
         # Recurrent layers after the last attention need all rows.
         self._takes_all = chooses or stages.ends_with_states
         # The output head's offloaded matmuls, in the device's order.
@@ -58,7 +57,7 @@ class OutputHead:
 
     def steps(self, linears: Linears) -> Iterator[Step]:
         """Yield the steps after the last attention, up to the graph's tokens."""
-        if not self._chooses:
+        if not self.chooses:
             end_some = self._end_all if self._takes_all else self._end_needed
             yield Step(partial(end_some, linears), is_capturable=False)
             return
@@ -70,8 +69,8 @@ class OutputHead:
 
     def sample(self, launcher: Launcher) -> None:
         """Submit the sampler, if outputs are requested."""
-        if self._outputs.count:
-            stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self._outputs.count)
+        if self.outputs.count:
+            stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self.outputs.count)
             launcher.run(Lane.DEVICE, stage, self._sample)
 
     def _offloaded_passes(self, products: OffloadedMatmuls | None) -> list[OffloadedPass]:
@@ -146,7 +145,7 @@ class OutputHead:
         workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 
     def _sample(self) -> None:
-        self._outputs.start(self._last_states)
+        self.outputs.start(self._last_states)
 
 
 def _at_once(_: Launcher) -> Sequence[Signal]:

@@ -1,8 +1,8 @@
 """The outputs of an iteration: tokens for its sequences, and sums of their hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from neo_desktop.engine.batch import (
     IterationResult,
     IterationTiming,
     SampledToken,
-    SamplingInput,
     ScheduledSequence,
 )
 from neo_desktop.engine.cuda.copies import download, upload
@@ -22,18 +21,12 @@ from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.models.stages import Stages
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A sequence with a requested output, and the rows of its last hidden states."""
 
     sequence: ScheduledSequence
     first_row: int  # index among all sub-batches' rows, or among the computed last states
     num_rows: int
-
-    @property
-    def sampling(self) -> SamplingInput | None:
-        """The sampling of its token; None: no token is requested."""
-        return self.sequence.sampling
 
 
 class Outputs:
@@ -48,8 +41,8 @@ class Outputs:
     def __init__(
         self, asked: Sequence[Asked], stages: Stages, workspace: Workspace, chosen_rows: int | None
     ) -> None:
-        self._sampled = [(each.first_row, each.sampling) for each in asked if each.sampling is not None]
-        self._names = [each.sequence.request_id for each in asked if each.sampling is not None]
+        self._sampled = [(row, each.sampling) for each, row, _ in asked if each.sampling is not None]
+        self._names = [each.request_id for each, *_ in asked if each.sampling is not None]
         self._pooled = [each for each in asked if each.sequence.num_pooled]
         self._stages = stages
         self._workspace = workspace
@@ -89,10 +82,13 @@ class Outputs:
 
     def result(self, timing: IterationTiming) -> IterationResult:
         """Wait for the started computation, and return the result."""
-        by_request: dict[str, list[SampledToken | None]] = {}
+        firsts: dict[str, SampledToken | None] = {}
+        after_drafts: dict[str, list[SampledToken | None]] = {}
         for request_id, token in zip(self._names, self._tokens(), strict=True):
-            by_request.setdefault(request_id, []).append(token)
-        firsts = {request_id: tokens[0] for request_id, tokens in by_request.items()}
+            if request_id in firsts:
+                after_drafts.setdefault(request_id, []).append(token)
+            else:
+                firsts[request_id] = token
         sums = self._sums()
         damaged = [request_id for request_id, token in firsts.items() if token is None]
         damaged += [request_id for request_id, total in sums.items() if not np.isfinite(total).all()]
@@ -104,9 +100,8 @@ class Outputs:
                 f"exceed {self._stages.decoder.dtype}; try another dtype",
             ),
             after_drafts={
-                request_id: tuple(token for token in takewhile(bool, tokens[1:]) if token is not None)
-                for request_id, tokens in by_request.items()
-                if len(tokens) > 1
+                request_id: tuple(token for token in takewhile(bool, tokens) if token is not None)
+                for request_id, tokens in after_drafts.items()
             },
             pooled=sums,
             timing=timing,
@@ -122,8 +117,8 @@ class Outputs:
         arrived = download(chosen)
 
         def read() -> Sequence[SampledToken | None]:
-            tokens = arrived()[rows].tolist()
-            return [None if token == NO_TOKEN else SampledToken(token) for token in tokens]
+            tokens = arrived().tolist()
+            return [None if tokens[row] == NO_TOKEN else SampledToken(tokens[row]) for row in rows]
 
         self._tokens = read
         self._keep(chosen)

@@ -36,7 +36,7 @@ from functools import partial
 
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step
-from neo_desktop.engine.execute.layout import GraphKey
+from neo_desktop.engine.execute.layout import BatchMembers, GraphKey
 from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.output_head import OutputHead
 from neo_desktop.engine.execute.outputs import Outputs
@@ -46,7 +46,9 @@ from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
 
 
 class Program:
-    """The stages of one iteration.
+    """The stages of one iteration, or of every iteration that a graph serves.
+
+    `fill` takes the inputs of an iteration.
 
     Args:
         workspace: Working memory.
@@ -54,9 +56,9 @@ class Program:
         shared: Copies of KV for both sub-batches.
         linears: The linear stages.
         ending: What follows the last layer.
-        outputs: The requested outputs.
-        chooses: True if the last steps choose the most probable token of every row.
     """
+
+    outputs: Outputs  # of the last `fill`
 
     def __init__(
         self,
@@ -66,9 +68,6 @@ class Program:
         shared: Sequence[Attender],
         linears: Linears,
         ending: OutputHead,
-        outputs: Outputs,
-        *,
-        chooses: bool,
     ) -> None:
         self._workspace = workspace
         self._memory = memory
@@ -77,20 +76,17 @@ class Program:
         self._attenders = (*shared, *(attender for each in passes for attender in each.attenders))
         self._linears, self._ending = linears, ending
         self._num_layers = linears.stages.config.num_layers
-        self.outputs = outputs
-        self._chooses = chooses
-        self.is_capturable = linears.are_capturable
         # Copies that flow through the layers allow one graph or none.
         flows = linears.streams or any(each.spans_layers for each in shared)
-        self._is_cut = flows and not chooses  # no step is capturable
+        self._is_capturable = linears.are_capturable and (ending.chooses or not flows)
         # True if work that no graph contains precedes each layer.
         self._fetches = any(each.fetches for each in self._attenders)
 
     @property
     def key(self) -> object:
         """Graph key: programs with equal keys have the same capturable steps."""
-        keys = tuple(each.key for each in self._attenders)
-        return self.graph_key, self._fetches, self._chooses, self._is_cut, keys
+        keys = self._linears.key, *(each.key for each in self._attenders)
+        return self.graph_key, self._fetches, self._ending.chooses, self._is_capturable, keys
 
     @property
     def graph_key(self) -> GraphKey:
@@ -106,6 +102,13 @@ class Program:
             tasks += [task for attender in each.attenders for task in attender.tasks]
         return [*tasks, *self._ending.tasks, *self._linears.tasks]
 
+    def fill(self, members: Sequence[BatchMembers], outputs: Outputs) -> None:
+        """Take an iteration's sequences, by sub-batch, and its requested outputs."""
+        self.outputs = self._ending.outputs = outputs
+        for each, those in zip(self._passes, members, strict=True):
+            for attender in each.attenders:
+                attender.fill(those)
+
     def copied(self) -> tuple[float, float, int]:
         """Return the measured copies of streamed KV; see `Attender.copied`."""
         copy_ms, wait_ms, tokens = zip(*(each.copied() for each in self._shared), strict=True)
@@ -115,15 +118,25 @@ class Program:
         """Finish a successful iteration."""
         for each in self._attenders:
             each.commit()
+        if self._linears.moves is not None:
+            self._linears.moves.commit()
 
     def steps(self) -> Iterator[Step]:
         """Yield the iteration's steps in order."""
         yield Step(self._bring_inputs, is_capturable=False)
-        if self._chooses and not self._linears.are_cut_at_sums:
-            yield Step(self._submit_layers)  # one step: a launched graph does not look at its layers
+        moves = self._linears.moves
+        if moves is not None:
+            yield Step(moves.begin, is_capturable=False)
+        if self._ending.chooses and not self._linears.are_cut_at_sums:
+            # One step: a launched graph does not look at its layers.
+            yield Step(self._submit_layers, self._is_capturable)
         else:
-            yield from (Step(each.submit, each.is_capturable and not self._is_cut) for each in self._layers())
+            yield from (
+                Step(each.submit, each.is_capturable and self._is_capturable) for each in self._layers()
+            )
         yield Step(self._ending.sample, is_capturable=False)
+        if moves is not None:
+            yield Step(moves.end, is_capturable=False)
 
     def _submit_layers(self, launcher: Launcher) -> None:
         for step in self._layers():

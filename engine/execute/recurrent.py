@@ -56,10 +56,10 @@ def recurrent_batch(states: Sequence[Tensor], memory: Memory, members: BatchMemb
     return RecurrentBatch(states, tuple(passes))
 
 
-def has_new_spans(members: BatchMembers) -> bool:
-    """Return True if a graph would not have all spans: those of prompts and drafts change."""
-    decodes = (sequence for sequences in members.decodes for sequence in sequences)
-    return bool(members.prompts) or any(sequence.is_draft for sequence in decodes)
+def has_new_spans(memory: Memory) -> bool:
+    """Return True if a graph would not have all spans: those of prompts and drafts are not in the inputs."""
+    batch = memory.state.recurrent
+    return batch is not None and any(spans.table is not memory.inputs.spans for spans in batch.passes)
 
 
 def _draft_spans(memory: Memory, members: BatchMembers) -> list[list[tuple[int, int, int, int]]]:

@@ -25,13 +25,16 @@ from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.copy_times import CopyTimes
 from neo_desktop.engine.execute.decodes import DeviceDecodes
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import WINDOW, BlockRun, StreamedPool
+from neo_desktop.models.stages import Stages
 
 NAME = "swap in"
 
@@ -53,8 +56,6 @@ class PrefetchStream(Attender):
         times: Times of the copies.
     """
 
-    spans_layers = True
-
     def __init__(
         self,
         layers: Sequence[int],
@@ -63,11 +64,16 @@ class PrefetchStream(Attender):
         num_tokens: int,
         times: CopyTimes,
     ) -> None:
+        self._layers = layers if num_tokens else ()
+        self.spans_layers = num_tokens > 0
         self._moves = moves
         self._start = bring
         self._num_tokens = num_tokens
         self._times = times
-        self._waiting = deque(layers if num_tokens else ())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting = deque(self._layers)
         self._ready: dict[int, Sequence[Signal]] = {}  # layer -> signals that precede its copy
         self._arrived: dict[int, Signal] = {}
         self._wanted: set[int] = set()  # layers with a submitted wait
@@ -78,6 +84,7 @@ class PrefetchStream(Attender):
         self._bring(launcher)
 
     def fetch_all(self, launcher: Launcher) -> None:
+        self._begin()
         self._ready = dict.fromkeys(self._waiting, ())
         self._bring(launcher)
 
@@ -122,7 +129,7 @@ class PrefetchBuffers:
     """
 
     def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._pool = pool
+        self.pool = pool
         self._rows = rows
         self._dtype, self._device = dtype, device
         self._kept = [self._memory(rows) for _ in range(2)]
@@ -131,89 +138,68 @@ class PrefetchBuffers:
     @property
     def on_host(self) -> list[Tensor]:
         """The host tensors that graphs copy from and to."""
-        return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
+        return [*self.pool.homes, *(on_host for _, on_host in self._kept)]
 
     def stream(self, runs: Sequence[BlockRun], moves: Attender) -> PrefetchStream:
         """Return an iteration's prefetch of these runs of blocks, in every layer."""
-        pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
+        pool, num_blocks = self.pool, sum(run.num_blocks for run in runs)
         bring = partial(pool.bring, runs=runs)
         return PrefetchStream(pool.streamed_layers, moves, bring, num_blocks * pool.block_size, self._times)
 
-    def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
-        """Return the buffers for new rows of a sub-batch's decodes.
+    def new_rows(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return buffers on the device and in host memory for new rows of a sub-batch's decodes.
 
-        Args:
-            slots: Final slots of the rows.
-            rows: Number of rows, padding included.
+        Both are [streamed layers, 2, rows, kv_heads, head_dim]; `rows` includes padding.
         """
         kept = self._kept[index] if rows <= self._rows else self._memory(rows)
-        numbers, shape = rows * self._numbers_of(1), (2, rows, *self._pool.row_shape)
+        numbers, shape = rows * self._numbers_of(1), (2, rows, *self.pool.row_shape)
         on_device, on_host = (torch.unflatten(memory[:, :numbers], 1, shape) for memory in kept)
-        return NewRows(self._pool, index, torch.tensor(slots, dtype=torch.int64), on_device, on_host)
+        return on_device, on_host
 
     def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
-        shape = (len(self._pool.streamed_layers), rows * self._numbers_of(1))
+        shape = (len(self.pool.streamed_layers), rows * self._numbers_of(1))
         on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
 
     def _numbers_of(self, rows: int) -> int:
-        kv_heads, head_dim = self._pool.row_shape
+        kv_heads, head_dim = self.pool.row_shape
         return 2 * rows * kv_heads * head_dim
-
-
-class NewRows:
-    """The new rows of a sub-batch's streamed decodes, on their way to host memory.
-
-    Args:
-        pool: The pool of streamed KV.
-        slots: [decodes] int64 in host memory: final slots of the rows.
-        kept: [streamed layers, 2, rows, kv_heads, head_dim] on the device.
-        on_host: The same shape in host memory.
-    """
-
-    def __init__(self, pool: StreamedPool, index: int, slots: Tensor, kept: Tensor, on_host: Tensor) -> None:
-        self._pool = pool
-        self._index = index
-        self._slots = slots
-        self._kept, self._on_host = kept, on_host
-
-    def keep(self, layer: int, kv: Rows) -> None:
-        """Copy the rows of a layer, as work on the device's lane; the next layer overwrites k and v."""
-        turn = self._pool.turn(layer)
-        if turn is not None:
-            self._kept[turn].copy_(kv)
-
-    def send(self, launcher: Launcher, layer: int, kept: Signal) -> None:
-        """Copy a layer's rows to host memory after `kept`."""
-        turn = self._pool.turn(layer)
-        if turn is not None:
-            stage = Stage("swap out", layer, self._index, self._kept.shape[2])
-            send = partial(self._on_host[turn].copy_, self._kept[turn], non_blocking=True)
-            launcher.run(Lane.SWAP_OUT, stage, send, (kept,))
-
-    def store(self) -> None:
-        """Store all rows after the iteration has succeeded."""
-        self._pool.store(self._slots, self._on_host[:, :, : len(self._slots)])
 
 
 @dataclass
 class StreamedDecodes(DeviceDecodes):
-    """Decodes with streamed KV."""
+    """Decodes with streamed KV; their new rows are copied to host memory layer by layer."""
 
+    streamed: StreamedPool  # the same as `pool`
     stream: PrefetchStream
-    new_rows: NewRows  # additional target of k and v
+    tier: int  # index of the tier
+    new_rows: tuple[Tensor, Tensor]  # see `PrefetchBuffers.new_rows`
+    final_slots: Sequence[int] = ()  # of the new rows
+
+    def fill(self, members: BatchMembers) -> None:
+        size = self.streamed.block_size
+        decodes = [(s.block_table, s.start) for s in members.decodes[self.tier]]
+        self.final_slots = [int(blocks[at // size]) * size + at % size for blocks, at in decodes]
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
         self.stream.wait(launcher, layer)
-        self.new_rows.send(launcher, layer, self._submit(launcher, layer))
+        attended, turn = self._submit(launcher, layer), self.streamed.turn(layer)
+        if turn is not None:
+            kept, on_host = (rows[turn] for rows in self.new_rows)
+            stage = Stage("swap out", layer, self.memory.index, kept.shape[1])
+            launcher.run(Lane.SWAP_OUT, stage, partial(on_host.copy_, kept, non_blocking=True), (attended,))
         return ()
 
     def commit(self) -> None:
-        self.new_rows.store()
+        """Store the new rows, because the iteration has succeeded."""
+        slots, (_, on_host) = torch.tensor(self.final_slots, dtype=torch.int64), self.new_rows
+        self.streamed.store(slots, on_host[:, :, : len(slots)])
 
     def _compute(self, layer: int) -> None:
         super()._compute(layer)
-        self.new_rows.keep(layer, self.stages.keys_values(self.memory.state)[:, self.rows])
+        turn = self.streamed.turn(layer)
+        if turn is not None:  # the next layer overwrites k and v
+            self.new_rows[0][turn].copy_(self.stages.keys_values(self.memory.state)[:, self.rows])
 
 
 class StreamedPrompts(DevicePrompts):
@@ -226,28 +212,22 @@ class StreamedPrompts(DevicePrompts):
 
     def __init__(
         self,
+        stages: Stages,
+        memory: Memory,
         pool: StreamedPool,
         chunks: Sequence[Prefill],
         slots: Tensor,
         stream: PrefetchStream,
-        index: int,
     ) -> None:
-        super().__init__(pool, chunks)
+        super().__init__(stages, memory, pool, chunks)
         self._streamed = pool
         self._stream = stream
-        self._index = index
         self._home = pool.rows_at(slots)
-        self._sent: tuple[Signal, ...] = ()  # end of the copy of the layer's k and v
 
-    def store(self, launcher: Launcher, layer: int, kv: Rows) -> Sequence[Signal]:
-        self._sent = ()
+    def _store(self, launcher: Launcher, layer: int, new: Rows, made: Signal) -> Sequence[Signal]:
         if self._streamed.turn(layer) is not None:
-            new = kv[:, self._rows]
-            stage = Stage("swap out", layer, self._index, new.shape[1])
+            stage = Stage("swap out", layer, self._memory.index, new.shape[1])
             write = partial(self._home.write, layer, new)
-            self._sent = (launcher.run(Lane.SWAP_OUT, stage, write, (launcher.mark(),)),)
+            self._sent = (launcher.run(Lane.SWAP_OUT, stage, write, (made,)),)
         self._stream.wait(launcher, layer)
         return ()
-
-    def attended(self, launcher: Launcher) -> None:
-        launcher.wait(self._sent)  # the next layer overwrites k and v

@@ -25,7 +25,7 @@ class SubBatchPass:
     store: Callable[[int], Store | None]  # layer -> target of k and v if the rotation kernel stores them
     last_rows: Sequence[int]  # rows that need a hidden state after the last layer
     products: OffloadedPass | None  # offloaded matmuls; None: the model has no offloaded matrices
-    is_capturable: bool  # True if its linear stages depend on the iteration's sizes only
+    is_capturable: bool = True  # True if its linear stages depend on the iteration's sizes only
 
     @cached_property
     def groups(self) -> list[tuple[bool, tuple[Attender, ...]]]:

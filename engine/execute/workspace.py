@@ -3,8 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
@@ -17,23 +20,25 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
 
+Ints = TypeVar("Ints", Tensor, NDArray[np.int32])
+
 
 @dataclass(frozen=True, slots=True)
-class InputBuffers:
+class InputBuffers(Generic[Ints]):
     """The inputs of a sub-batch, all int32. A device decode is a decode with attention on the device.
 
     Padding is token 0 at position 0, with slot -1 and a context of 0 tokens.
     """
 
-    token_ids: Tensor  # [rows]
-    sources: Tensor  # [rows]: index of a row's token in `Memory.table`, if a table exists
-    positions: Tensor  # [rows]
-    slots: Tensor  # [rows]: slot where the rotation kernel stores KV, or -1
-    context_lens: Tensor  # [device decodes]
-    decode_slots: Tensor  # [device decodes]: slot where attention stores KV, or -1
-    block_tables: Tensor  # [device decodes, max_blocks]
-    async_positions: Tensor  # [layers, async decodes]: positions at each stage but the last
-    spans: Tensor  # [decodes or 0, 4]: see `recurrent.scan_state`; 0: the model has no recurrent layers
+    token_ids: Ints  # [rows]
+    sources: Ints  # [rows]: index of a row's token in `Memory.table`, if a table exists
+    positions: Ints  # [rows]
+    slots: Ints  # [rows]: slot where the rotation kernel stores KV, or -1
+    context_lens: Ints  # [device decodes]
+    decode_slots: Ints  # [device decodes]: slot where attention stores KV, or -1
+    block_tables: Ints  # [device decodes, max_blocks]
+    async_positions: Ints  # [layers, async decodes]: positions at each stage but the last
+    spans: Ints  # [decodes or 0, 4]: see `recurrent.scan_state`; 0: the model has no recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +47,15 @@ class Memory:
 
     index: int  # index of the sub-batch
     rows: Rows
-    inputs: InputBuffers  # on the device
-    staged: InputBuffers  # in host memory, filled in per iteration; without a GPU, the same as `inputs`
+    inputs: InputBuffers[Tensor]  # on the device
+    staged: InputBuffers[NDArray[np.int32]]  # in host memory, filled in per iteration
     table: Tensor | None  # int32: `Workspace.latest`, then all inputs; None: use `inputs.token_ids`
     first_source: int  # index of this sub-batch's first `token_ids` in the table
     token_ids: Tensor  # [rows] int32, the tokens to embed
     state: State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchMemory:
     """Working memory of an iteration's sub-batches."""
 
@@ -58,7 +63,7 @@ class BatchMemory:
     parts: tuple[Memory, ...]
     table: Tensor  # see `Memory`
     inputs: Tensor  # all inputs as one tensor on the device: the end of the table
-    staged: Tensor
+    staged: Tensor  # in host memory; without a GPU, the same as `inputs`
     is_fixed: bool  # True if later iterations of these sizes get the same memory
 
 
@@ -197,7 +202,7 @@ class Workspace:
                     index=index,
                     rows=rows,
                     inputs=_cut(ints, begin, each),
-                    staged=_cut(staged, begin, each),
+                    staged=_cut(staged.numpy(), begin, each),
                     table=table if self._is_staged else None,
                     first_source=self._graph_rows + begin,
                     token_ids=self._tokens_of(first_row, rows.count, ints[begin : begin + rows.count]),
@@ -241,10 +246,10 @@ def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, nu
     return taken + head + async_decodes + 4 * (parts + ints)
 
 
-def _cut(ints: Tensor, begin: int, shapes: Sequence[tuple[int, ...]]) -> InputBuffers:
+def _cut(ints: Ints, begin: int, shapes: Sequence[tuple[int, ...]]) -> InputBuffers[Ints]:
     views = []
     for shape in shapes:
         end = begin + math.prod(shape)
-        views.append(ints[begin:end].view(shape))
+        views.append(ints[begin:end].reshape(shape))
         begin = end
     return InputBuffers(*views)

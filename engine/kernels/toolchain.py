@@ -30,7 +30,7 @@ def limit_kernels() -> None:
 def find_obstacle() -> str | None:
     """Return the reason why Triton cannot compile kernels, and the fix; None: the check passed."""
     if find_spec("triton") is None:
-        return f"Triton is not installed, {_GAIN}: 'pip install triton'"
+        return f"Triton is not installed, {_GAIN}: {sys.executable} -m pip install triton"
     if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter needs no compiler
         return None
     return _compiler_obstacle(os.environ.get("CC"), _include_folder())

@@ -47,7 +47,6 @@ class StreamedPool(KVPool):
 
     Args:
         device: The device that attends.
-        num_resident: Number of layers that stay on the device, at least one.
     """
 
     # Copies include gaps of up to this size between two runs. A bus of 25 GB/s takes about 10 µs for the gap,
@@ -63,10 +62,9 @@ class StreamedPool(KVPool):
         device: torch.device,
         kind: type[KVLayer] | None = None,
         sinks: Sequence[Tensor] | None = None,
-        num_resident: int = NUM_RESIDENT,
     ) -> None:
         num_layers = config.num_layers
-        resident = min(max(num_resident, 1), num_layers)
+        resident = min(NUM_RESIDENT, num_layers)
         # Resident layers are spread evenly, and so are the copies. The first layer is resident.
         streamed = [layer for layer in range(num_layers) if layer * resident % num_layers >= resident]
         self._turns = {layer: turn for turn, layer in enumerate(streamed)}

@@ -14,6 +14,7 @@ import torch
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes, product_time
 from neo_desktop.models.config import Matrix, ModelConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.offloaded import MoveBudget
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import StoredForm
 
@@ -34,7 +35,6 @@ class WeightTimes(NamedTuple):
 
     ms: float
     host_ms: float  # the part in which the CPU computes
-    streamed_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class WeightPlan:
     resident_rows: Mapping[str, int]
     gpu_bytes: int  # including embeddings, head, norms and biases
     host_bytes: int
+    moves: MoveBudget | None = None  # experts move, and all are in host memory; None: they stay
 
     @property
     def is_split(self) -> bool:
@@ -112,6 +113,27 @@ def divides_experts(config: ModelConfig, plan: WeightPlan | None) -> bool:
         return False
     count, layers = config.experts.count, config.experts.layers
     return any(plan.resident_rows[f"{layer}.{EXPERTS}"] < count for layer in layers)
+
+
+def slotted_experts(
+    config: ModelConfig, form: WeightFormat, matrices: Mapping[str, Sizes], plan: WeightPlan
+) -> list[tuple[Sizes, int]]:
+    """Return the layers' experts that can move, with their number on the GPU.
+
+    A layer's experts can move if some are on the GPU and some are not, and all have one format.
+
+    Args:
+        matrices: see `layer_matrices`.
+    """
+    on_host = host_form(form)
+    found = []
+    for layer in () if config.experts is None else config.experts.layers:
+        sizes, resident = matrices[f"{layer}.{EXPERTS}"], plan.resident_rows[f"{layer}.{EXPERTS}"]
+        if 0 < resident < sizes.rows:
+            if any(len(on_host.named(f"{layer}.{part}").parts) > 1 for part in _PARTS):
+                return []
+            found.append((sizes, resident))
+    return found
 
 
 def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> int:
@@ -207,13 +229,12 @@ def weight_times(
     alike: dict[tuple[Sizes, int], int] = defaultdict(int)
     for name, sizes in matrices.items():
         alike[sizes, plan.resident_rows[name]] += 1
-    ms = host_ms = streamed = 0.0
+    ms = host_ms = 0.0
     for (sizes, resident), count in alike.items():
         time = product_time(rates, sizes, resident, rows, share)
         ms += count * time.ms
         host_ms += count * time.host_ms
-        streamed += count * time.streamed_share * (1 - resident / sizes.rows) * sizes.host_bytes
-    return WeightTimes(ms, host_ms, streamed)
+    return WeightTimes(ms, host_ms)
 
 
 def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:

@@ -9,6 +9,7 @@ are resident. The faster alternative, as predicted, decides the memory for weigh
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,11 +21,13 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, EngineOptions
+from neo_desktop.engine.predict.expert_places import move_budget
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     layer_matrices,
     plan_weights,
+    slotted_experts,
     weight_times,
 )
 from neo_desktop.engine.profiling.budget import (
@@ -43,6 +46,9 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.stored_form import uniform_form
 
+# Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
+# other experts' memory. With few others, little can be gained.
+MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
 CHAT_TOKENS = 4096  # context of the chat that the plan is made for
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
@@ -75,7 +81,8 @@ def plan_memory(
         check_weights_fit(config, dtype, device, options, free, form)
         if forced is None or forced >= weights:
             return None
-        return plan_weights(config, form, dtype, forced, rates())
+        placed = plan_weights(config, form, dtype, forced, rates())
+        return _with_moves(placed, config, form, dtype, rates(), free.host_bytes)
     memory = _Memory(config, form, dtype, device, options, rates, free)
     if forced is None:
         plan = memory.best_plan()
@@ -86,8 +93,27 @@ def plan_memory(
     if plan is None or not plan.is_split:
         check_weights_fit(config, dtype, device, options, free, form)
         return None
-    memory.check_host(plan)
-    return plan
+    room = memory.check_host(plan)
+    return _with_moves(plan, config, form, dtype, memory.rates, room)
+
+
+def _with_moves(
+    plan: WeightPlan, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, rates: Rates, room: int
+) -> WeightPlan:
+    """Let experts move, if that can pay and if host memory has room for copies of experts on the device.
+
+    Args:
+        room: bytes of host memory beside the plan's.
+    """
+    experts = slotted_experts(config, form, layer_matrices(config, form, dtype), plan)
+    copies = sum(sizes.host_bytes * resident // sizes.rows for sizes, resident in experts)
+    others = sum(sizes.host_bytes for sizes, _ in experts) - copies
+    if not experts or copies > min(room * MOST_COPIES, others * COPIES_PER_OTHER):
+        return plan
+    budget = move_budget(rates, experts)
+    if budget.most < max(sizes.host_bytes / sizes.rows for sizes, _ in experts):
+        return plan
+    return replace(plan, host_bytes=plan.host_bytes + copies, moves=budget)
 
 
 class _Memory:
@@ -122,7 +148,7 @@ class _Memory:
         self._streaming = streaming_bytes(self._matrices)
 
     @cached_property
-    def _rates(self) -> Rates:
+    def rates(self) -> Rates:
         return self._find_rates()
 
     def best_plan(self) -> WeightPlan | None:
@@ -138,7 +164,7 @@ class _Memory:
                 if tier is self._tiers[-1] and not plans:
                     raise
                 continue
-            ms = weight_times(self._matrices, plan, self._rates, 1).ms + self._attention_ms(tier)
+            ms = weight_times(self._matrices, plan, self.rates, 1).ms + self._attention_ms(tier)
             plans.append((ms, plan))
         return min(plans, key=lambda each: each[0])[1]
 
@@ -153,8 +179,11 @@ class _Memory:
             )
         return self._planned(gpu_bytes)
 
-    def check_host(self, plan: WeightPlan) -> None:
-        """Raise MemoryError unless host memory holds the other weights, and some KV if it is to store KV."""
+    def check_host(self, plan: WeightPlan) -> int:
+        """Return the bytes of host memory that the other weights leave, and some KV if it is to store KV.
+
+        Raises MemoryError if they do not fit.
+        """
         kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._tiers) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
@@ -165,6 +194,7 @@ class _Memory:
                 f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
                 "programs or choose a smaller model"
             )
+        return free - kv - plan.host_bytes
 
     def _smaller(self, room: int) -> str:
         """Suggest a quantisation that GPU and host memory hold together, as the start of a sentence."""
@@ -175,7 +205,7 @@ class _Memory:
         return ""
 
     def _planned(self, gpu_bytes: int) -> WeightPlan:
-        return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self._rates)
+        return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self.rates)
 
     def _gpu_kv(self, tier: KVTier) -> int:
         """Return the GPU memory for KV if the chat's KV is in this tier."""
@@ -201,11 +231,11 @@ class _Memory:
         """Return the time to read the chat's KV per output token."""
         nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
         if tier.is_streamed:
-            return 1e3 * nbytes / self._rates.bus_bytes_per_s
+            return 1e3 * nbytes / self.rates.bus_bytes_per_s
         if not tier.host_attends:
-            return 1e3 * nbytes / self._rates.gpu_bytes_per_s
-        offloads_ms = self._config.num_layers * self._rates.offload_ms
-        return 1e3 * nbytes / self._rates.cpu_bytes_per_s + offloads_ms
+            return 1e3 * nbytes / self.rates.gpu_bytes_per_s
+        offloads_ms = self._config.num_layers * self.rates.offload_ms
+        return 1e3 * nbytes / self.rates.cpu_bytes_per_s + offloads_ms
 
     @property
     def _token_bytes(self) -> int:

@@ -35,8 +35,8 @@ def check_ray() -> None:
     """Raise ValueError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ValueError(
-            "a number of workers requires Ray: pip install 'neo-desktop[workers]', or list the workers' "
-            "addresses"
+            f"a number of workers requires Ray: {sys.executable} -m pip install 'neo-desktop[workers]', "
+            "or list the workers' addresses"
         )
 
 

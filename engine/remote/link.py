@@ -96,11 +96,6 @@ class WorkerLink:
         self._by_use = list(range(NUM_TABLES))  # least recently used first
         self._buffer = HostBuffer(CPU)
 
-    @property
-    def is_open(self) -> bool:
-        """True if nothing has failed since `open`."""
-        return self._attention is not None and self._lost is None
-
     def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
         """Connect; `num_blocks` is known afterwards.
 

@@ -35,7 +35,6 @@ class WorkerState:
 
     address: str
     lost: str | None  # reason of the loss, without name and address; None: connected
-    num_losses: int
 
 
 class Workers:
@@ -60,12 +59,10 @@ class Workers:
         shape: AttentionShape,
         sinks: Tensor | None,
         most_blocks: int,
-        retries_s: Sequence[float] = RETRIES_S,
         *,
         by_heads: bool = False,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
-        self._retries_s = retries_s
         tiers = [KVTier.worker(1 if by_heads else number) for number in range(1, len(addresses) + 1)]
         links = [WorkerLink(tier.name, find, trust) for tier, find in zip(tiers, addresses, strict=True)]
         self._links: dict[KVTier, AnyLink] = dict(zip(tiers, links, strict=True))
@@ -73,7 +70,6 @@ class Workers:
             check_heads(shape.num_kv_heads, len(links))
             self._links = {tiers[0]: HeadGroup(tiers[0].name, links)}
         self._reasons: dict[KVTier, str] = {}  # reasons of the current losses
-        self._losses = dict.fromkeys(self._links, 0)
         self._returned: list[KVTier] = []  # not taken yet by `take_returned`
         self._last_loss_s = 0.0
         self._changes = threading.Lock()
@@ -120,9 +116,7 @@ class Workers:
     def states(self) -> Mapping[KVTier, WorkerState]:
         with self._changes:
             return {
-                tier: WorkerState(
-                    str(link.address or "no address yet"), self._reasons.get(tier), self._losses[tier]
-                )
+                tier: WorkerState(str(link.address or "no address yet"), self._reasons.get(tier))
                 for tier, link in self._links.items()
             }
 
@@ -135,8 +129,6 @@ class Workers:
         reason = error.reason + which
         link.close()
         logger.warning("%s is lost: %s; its requests will be recomputed", error.worker, reason)
-        with self._changes:
-            self._losses[tier] += 1
         self._await(tier, reason)
         return tier
 
@@ -170,7 +162,7 @@ class Workers:
 
     def _reach(self, tier: KVTier) -> None:
         link, count, since_s = self._links[tier], 0, time.monotonic()
-        while not self._closing.wait(self._retries_s[min(count, len(self._retries_s) - 1)]):
+        while not self._closing.wait(RETRIES_S[min(count, len(RETRIES_S) - 1)]):
             count += 1
             try:
                 self._open(link)

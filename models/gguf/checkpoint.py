@@ -67,6 +67,10 @@ class GGUFCheckpoint:
         return read_config(self.files, self.vocabulary)
 
     def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         return make_tokenizer(self.vocabulary)
 
     def read_ahead(self) -> None:

@@ -89,16 +89,35 @@ class Grouped:
 
         Raises ValueError for scales that are not finite.
         """
-        count, device = len(raw), self.words.device
-        blocks = raw.to(device).reshape(-1, BY_NAME[self.type_name].nbytes)
+        blocks = raw.to(self.words.device).reshape(-1, BY_NAME[self.type_name].nbytes)
         codes, *others = decode(self.type_name, blocks)
-        rows = torch.arange(row, row + count, device=device)
+        if any(each.is_floating_point() and not each.isfinite().all() for each in others):
+            raise ValueError("scales that are not finite")
+        self.store(row, codes, [each.reshape(len(raw), -1) for each in others])
+
+    def store(self, row: int, codes: Tensor, others: Sequence[Tensor]) -> None:
+        """Write rows from `row` on.
+
+        Args:
+            codes: [rows, columns] uint8, or of another shape in this order.
+            others: scales and so on, [rows, …], in the order of `tensors`.
+        """
+        count = len(others[0])
+        words = _packed(codes.reshape(count, -1, BLOCK), self.coding)
+        small = (
+            each.view(to.dtype) if each.dtype.itemsize == 1 else each
+            for each, to in zip(others, self.tensors()[1:], strict=True)
+        )
+        values = words.view(count, -1), *small
+        if row % TILE_ROWS == count % TILE_ROWS == 0:
+            tiles = slice(row // TILE_ROWS, (row + count) // TILE_ROWS)
+            for target, new in zip(self.tensors(), values, strict=True):
+                target[tiles].copy_(new.view(-1, TILE_ROWS, new.shape[1]).mT)
+            return
+        rows = torch.arange(row, row + count, device=self.words.device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
-        self.words[at] = _packed(codes.reshape(count, -1, BLOCK), self.coding).view(count, -1)
-        for target, values in zip(self.tensors()[1:], others, strict=True):
-            if values.is_floating_point() and not values.isfinite().all():
-                raise ValueError("scales that are not finite")
-            target[at] = values.reshape(count, -1)
+        for target, new in zip(self.tensors(), values, strict=True):
+            target[at] = new
 
     def scales_of(self, at: tuple[Tensor, slice, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima `[n, groups, 1]` of some rows, in float32."""

@@ -7,13 +7,15 @@ A matmul combines three parts. Each covers rows of the matrix, which are columns
 
 Host memory holds its rows once, in tiles of 16 as the native kernels read them. Streamed rows are unpacked on
 the device. The number of streamed rows is chosen per matmul.
+
+Experts that move (see `expert_slots`) are all in host memory; resident rows are slots with copies of some.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +34,14 @@ from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
 CPU = torch.device("cpu")
 PIECE_BYTES = 32 * 1024**2  # size of an unpacked piece
 RESIDENT_STEP = 64  # rows in a tile of `grouped`
+
+
+class MoveBudget(NamedTuple):
+    """Bytes of experts per iteration that can be copied to the device."""
+
+    most: float
+    free: float  # bytes that neither the bus nor host memory misses
+    price: float = 0.0  # bytes that the CPU reads while the GPU stores a received byte
 
 
 class Kernels(Protocol):
@@ -70,8 +80,9 @@ class OffloadedLinear:
 
     Args:
         resident: the first rows, on the device; it shares their part of the bias. None: no rows.
-        host: the other rows, in host memory; it gets their part of the bias.
+        host: the other rows or all, in host memory; it gets their part of the bias.
         parts: of the whole matrix, if rows are quantised in host memory.
+        has_slots: all rows are in host memory, and the resident ones have a bias of their own.
     """
 
     form = "split"
@@ -86,26 +97,29 @@ class OffloadedLinear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        *,
+        has_slots: bool = False,
     ) -> None:
         self.resident, self.resident_rows = resident, resident_rows
         self.host, self.host_rows = host, host.rows
-        self.rows, self.columns = resident_rows + host.rows, host.packed_parts[0].columns
+        self.has_slots, self.first_on_host = has_slots, 0 if has_slots else resident_rows
+        self.rows, self.columns = self.first_on_host + host.rows, host.packed_parts[0].columns
         self.bias = bias
         self._parts, self._dtype, self._device, self._kernels = parts, dtype, device, kernels
         if device.type == "cuda":
             self.launch_all()
         if bias is not None:
-            host_bias = bias[resident_rows:]
+            host_bias = bias[self.first_on_host :]
             host.bias = host_bias if device.type == "cpu" else torch.empty_like(host_bias, device=CPU)
             if resident is not None:
-                resident.bias = bias[:resident_rows]
+                resident.bias = bias[:resident_rows].clone() if has_slots else bias[:resident_rows]
 
     def memory(self) -> dict[torch.device, int]:
         memory = Counter(self.host.memory())
         if self.resident is not None:
             memory.update(self.resident.memory())
         if self.bias is not None and self._device.type != "cpu":
-            memory[self._device] += self.bias[self.resident_rows :].nbytes
+            memory[self._device] += self.bias[self.first_on_host :].nbytes
         return dict(memory)
 
     @property
@@ -117,8 +131,9 @@ class OffloadedLinear:
         count = max(self.resident_rows - row, 0)
         if self.resident is not None and count:
             self.resident.load(row, weight[:count])
+        count = max(self.first_on_host - row, 0)
         if count < len(weight):
-            self.host.load(max(row - self.resident_rows, 0), weight[count:])
+            self.host.load(max(row - self.first_on_host, 0), weight[count:])
 
     def load_stored(self, row: int, raw: Tensor) -> None:
         """Load rows of a part in the file's format, `[rows, bytes of a row]`; each row once.
@@ -133,8 +148,9 @@ class OffloadedLinear:
             ends = accumulate(part.rows for part in self._parts)
             part = next(part for part, end in zip(self._parts, ends, strict=True) if row < end)
             self.resident.load(row, BY_NAME[part.type_name].dequantised(raw[:count]))
+        count = max(self.first_on_host - row, 0)
         if count < len(raw):
-            self.host.load_stored(max(row - self.resident_rows, 0), raw[count:])
+            self.host.load_stored(max(row - self.first_on_host, 0), raw[count:])
 
     def launch_all(self) -> None:
         """Launch the unpacking kernels once, so that no iteration waits for a compiler."""
@@ -145,14 +161,18 @@ class OffloadedLinear:
     def load_bias(self, row: int, bias: Tensor) -> None:
         assert self.bias is not None
         self.bias[row : row + len(bias)].copy_(bias)
-        if self.host.bias is not None and row + len(bias) > self.resident_rows:
-            first = max(row, self.resident_rows)
-            host_range = slice(first - self.resident_rows, row + len(bias) - self.resident_rows)
-            self.host.bias[host_range].copy_(bias[first - row :])
+        before = self.first_on_host
+        if self.host.bias is not None and row + len(bias) > before:
+            first = max(row, before)
+            self.host.bias[first - before : row + len(bias) - before].copy_(bias[first - row :])
+        if self.has_slots and self.resident is not None and self.resident.bias is not None:
+            self.resident.bias[row : row + len(bias)].copy_(bias[: max(self.resident_rows - row, 0)])
 
     def dense(self) -> Tensor:
         host = self.host.dense().to(self._device)
-        return host if self.resident is None else torch.cat((self.resident.dense(), host))
+        if self.resident is None or self.has_slots:
+            return host
+        return torch.cat((self.resident.dense(), host))
 
     def streamed(self, share: float) -> int:
         """Return the number of rows to stream: about this share of the host's, in whole tiles per part."""
@@ -182,7 +202,7 @@ class OffloadedLinear:
             start, last = max(rows.start - before, 0), min(rows.stop - before, part.rows)
             for first in range(start, last, step):
                 part_rows = slice(first, min(first + step, last))
-                begin = self.resident_rows + before
+                begin = self.first_on_host + before
                 matrix_rows = slice(begin + part_rows.start, begin + part_rows.stop)
                 pieces.append(Piece(matrix_rows, part.tiles_of(part_rows), self.columns, index))
             before += part.rows
@@ -269,12 +289,14 @@ class OffloadedFormat:
         host_form: format of rows in host memory, with their allocator.
         resident_rows: matrix name (see `WeightFormat.named`) -> rows that stay on the device, a multiple of
             64 or all. Matrices without an entry stay on the device, as do embeddings and head.
+        moves: experts move, see `expert_slots`; None: they stay.
     """
 
     device_form: WeightFormat
     host_form: Dense
     resident_rows: Mapping[str, int]
     kernels: Kernels = unpack
+    moves: MoveBudget | None = None
     name: str = ""
 
     def named(self, name: str) -> "OffloadedFormat":
@@ -294,7 +316,10 @@ class OffloadedFormat:
         resident, device_form, host_form = self._split(rows)
         if resident == rows:
             return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
-        host = host_form.empty(rows - resident, columns, has_bias=False, dtype=dtype, device=CPU)
+        has_slots = self.moves is not None and "experts_" in self.name and resident > 0
+        host_rows = rows if has_slots else rows - resident
+        host_form = self.host_form if has_slots else host_form
+        host = host_form.empty(host_rows, columns, has_bias=False, dtype=dtype, device=CPU)
         if not isinstance(host, Tiles | Quantised):
             raise ValueError(f"{self.name} cannot be offloaded: its {columns} columns do not fit tiles")
         on_device = (
@@ -304,7 +329,8 @@ class OffloadedFormat:
         )
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
         parts = self.host_form.parts
-        return OffloadedLinear(on_device, resident, host, parts, bias, dtype, device, self.kernels)
+        sizes = on_device, resident, host, parts, bias, dtype, device, self.kernels
+        return OffloadedLinear(*sizes, has_slots=has_slots)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Return the bytes on the device."""

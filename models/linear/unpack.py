@@ -1,4 +1,4 @@
-"""Dequantisation of a CPU's quantised tiles on any device.
+"""Dequantisation of a CPU's quantised tiles on any device, and their conversion to a GPU's layout.
 
 native/include/neo_desktop/quantised_kernels.h draws the layout. These operators use torch; `engine.kernels`
 has a faster one.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.linear.codes import FP4
+from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.packed import TILE_ROWS
 
 BLOCK = 32  # columns
@@ -118,12 +119,49 @@ def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
     return numbers.flatten(4).permute(0, 3, 1, 2, 4).flatten(2)
 
 
+def regroup(packed: Tensor, target: Grouped, row: int) -> None:
+    """Write whole tiles of the target's type to its rows from `row` on; both are multiples of 64 rows.
+
+    Args:
+        packed: [bytes] uint8, on the target's device.
+    """
+    layout, coding = LAYOUTS[target.type_name], target.coding
+    units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)
+    header = units[..., : layout.header_bytes].contiguous().view(layout.scale_dtype)
+    blocks = torch.unflatten(units[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
+    codes = _stored_codes(layout, blocks[..., layout.scale_bytes :])
+    if coding.table and layout.bits == 8:
+        values = torch.tensor(coding.table, dtype=torch.int8, device=packed.device)
+        codes = torch.searchsorted(values, codes.contiguous())
+    elif layout.bits == 8 or layout.offset != coding.centre:
+        codes = codes.to(torch.int16) + (coding.centre - layout.offset)
+    others = list(torch.split(header, TILE_ROWS, 2))  # [tiles, units, rows]
+    if layout.scales:
+        small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, layout.scales, TILE_ROWS))
+        # [tiles, units, blocks, scales and minima, scales per block, rows]
+        others = [each.flatten(1, 3) for each in small.unbind(3)] + others
+    rows = len(units) * TILE_ROWS
+    target.store(
+        row,
+        codes.to(torch.uint8).permute(0, 3, 1, 2, 4).reshape(rows, -1),
+        [each.mT.reshape(rows, -1) for each in others],
+    )
+
+
 def _codes(layout: Layout, blocks: Tensor) -> Tensor:
     """Return the codes of blocks, minus the offset, as `[tiles, units, blocks, rows, 32]` float32."""
+    codes = _stored_codes(layout, blocks)
+    if layout.is_fp4:
+        return torch.tensor(FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
+    return codes.float() - layout.offset
+
+
+def _stored_codes(layout: Layout, blocks: Tensor) -> Tensor:
+    """Return the codes of blocks as `[tiles, units, blocks, rows, 32]`: uint8, or int8 for 8 bits."""
     bytes_of_four = torch.unflatten(blocks, 3, (-1, TILE_ROWS, 4))
     low, high = bytes_of_four[:, :, :, : layout.groups], bytes_of_four[:, :, :, layout.groups :]
     if layout.bits == 8:
-        return low.view(torch.int8).transpose(3, 4).flatten(4).float()
+        return low.view(torch.int8).transpose(3, 4).flatten(4)
     codes = torch.stack((low & 15, low >> 4), 3)
     if layout.high_groups:
         half, group = torch.arange(2, device=blocks.device)[:, None], torch.arange(4, device=blocks.device)
@@ -133,8 +171,4 @@ def _codes(layout: Layout, blocks: Tensor) -> Tensor:
             above, shifts = high.repeat_interleave(2, 3), 4 * (group % 2) + 2 * half
         above = above[:, :, :, None] >> shifts.to(torch.uint8)[:, :, None, None]
         codes |= (above & (2**layout.high_groups - 1)) << 4
-    if layout.is_fp4:
-        numbers = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
-    else:
-        numbers = codes.float() - layout.offset
-    return numbers.movedim(5, 3).flatten(4)
+    return codes.movedim(5, 3).flatten(4)

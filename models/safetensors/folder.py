@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ class SafetensorsFolder:
             return config
 
     def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         return Tokenizer.from_pretrained(self.path)
 
     def read_ahead(self) -> None:

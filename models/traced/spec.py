@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from neo_desktop.models.families import is_language_model
-from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
 from neo_desktop.models.traced import deepstack
 from neo_desktop.models.traced.capture import (
@@ -56,8 +56,8 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: PLC0415 - as above
     except ImportError:
         raise ModelError(
-            f"{source.named} describes a model that only transformers knows: install "
-            "neo-desktop[transformers], or choose another model."
+            f"{source.named} describes a model that only transformers knows. "
+            f"Install its code ({INSTALL_TRANSFORMERS}), or choose another model."
         ) from None
     config: Any = None
     with quiet():

@@ -12,7 +12,7 @@ from torch import Tensor
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, JsonFile, ModelError
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.sizes import quiet
@@ -123,7 +123,7 @@ def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     if kind not in _FAMILIES:
         return f"{TEXT_ONLY}: images of {kind} models are not supported yet"
     if not isinstance(config, TracedConfig) or find_spec("PIL") is None:
-        return f"{TEXT_ONLY}: install neo-desktop[transformers] for images"
+        return f"{TEXT_ONLY}: {INSTALL_TRANSFORMERS} lets it see images"
     if not any((checkpoint.path / name).exists() for name in PROCESSORS):
         return f"{TEXT_ONLY}: its folder lacks {PROCESSORS[0]}, which images need"
     return None

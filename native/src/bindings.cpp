@@ -331,6 +331,7 @@ PYBIND11_MODULE(_native, m) {
   });
   py::class_<HostCaches, std::shared_ptr<HostCaches>>(m, "HostCaches").def(py::init(&host_caches));
   py::class_<HostTask, std::shared_ptr<HostTask>>(m, "HostTask")
+      .def("check", &HostTask::check)
       .def(
           "run",
           [](const HostTask& task, size_t turn, int num_threads, Isa isa) {

@@ -66,6 +66,10 @@ class DecodeTask : public HostTask {
         is_by_layer_(arguments.q.shape.size() > 3),
         layers_(is_by_layer_ ? by_layer(arguments, turns()) : std::vector{arguments}),
         index_(index) {
+    DecodeTask::check();
+  }
+
+  void check() const override {
     const HostCaches::Layer& first = (*caches_)[0];
     for (const DecodeArguments& each : layers_) each.check(first.cache, 0, pointer(first.sinks));
   }

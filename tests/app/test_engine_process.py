@@ -84,7 +84,9 @@ async def test_requests_are_answered_or_refused_as_by_a_thread() -> None:
             await service.submit(["hello"], SamplingParams(grammar="start: missing"))
         view = await service.live_view()
         assert view.stats.num_output_tokens >= 3
-        assert str(await service.render_chat([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
+        assert (
+            str(await service.templates.render([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
+        )
 
 
 async def test_a_load_that_fails_in_the_child_says_why() -> None:

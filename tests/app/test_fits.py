@@ -12,6 +12,7 @@ from neo_desktop import Engine
 from neo_desktop.app.bench.hardware import Figure, HardwareReport
 from neo_desktop.app.bench.section import Spread
 from neo_desktop.app.commands.models_command import fit_facts
+from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
@@ -42,12 +43,16 @@ SMALL = {"gpu_memory_gib": 0.01, "cpu_memory_gib": 0.02}
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype"), [("auto", "float32"), ("neo", "bfloat16"), ("gpu-only", "auto")]
+    ("policy", "dtype", "drafts"),
+    [("auto", "float32", False), ("neo", "bfloat16", True), ("gpu-only", "auto", False)],
 )
-def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtype: str) -> None:
+def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtype: str, drafts: bool) -> None:
     options = EngineOptions(dtype=dtype, device="cpu", policy=policy, **SMALL)  # type: ignore[arg-type]
+    draft = None
+    if drafts:
+        options, draft = replace(options, draft_model=checkpoint), summarize(checkpoint)
     config = ModelConfig.from_pretrained(checkpoint)
-    found = Fitting(config, options, FreeMemory.now(CPU), "nothing is known").fit()
+    found = Fitting(config, options, FreeMemory.now(CPU), "nothing is known", draft=draft).fit()
     with Engine.from_options(replace(options, model=checkpoint)) as engine:
         stats = engine.stats()
         pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
@@ -63,13 +68,15 @@ def of_gpu(
     name: str = "llama-3.1-8b",
     policy: str = "auto",
     known: MachineFigures | str = "nothing is known",
+    draft: LocalModel | None = None,
 ) -> Fit:
     """Return the fit of a model on a computer with this GPU and host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
         free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
-        return Fitting(shape(name), EngineOptions(policy=policy), free, known).fit()
+        options = EngineOptions(policy=policy, draft_model=draft and draft.path)
+        return Fitting(shape(name), options, free, known, draft=draft).fit()
 
 
 def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
@@ -82,6 +89,18 @@ def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
     assert found.kv_bytes_per_1000_tokens == 131_072_000
     alone = of_gpu(20, 64, policy="gpu-only")
     assert (alone.gpu_chats, alone.chats) == (found.gpu_chats, found.gpu_chats)
+
+
+def test_a_draft_model_takes_gpu_memory_only_if_the_model_stays_there_whole() -> None:
+    draft = LocalModel(Path("draft"), 0, config=shape("llama-3.2-1b"))
+    large, small = ((of_gpu(gib, 64), of_gpu(gib, 64, draft=draft)) for gib in (20, 17))
+    assert large[1].host_weights_bytes == small[1].host_weights_bytes == 0
+    taken = (large[0].gpu_tokens - large[1].gpu_tokens) * large[0].kv_bytes_per_1000_tokens / 1000
+    assert shape("llama-3.2-1b").weight_bytes(torch.bfloat16) < taken < 3.5e9
+    assert large[1].cpu_tokens >= large[0].cpu_tokens
+    assert small[1].gpu_tokens == small[0].gpu_tokens
+    assert small[1].cpu_tokens < small[0].cpu_tokens
+    assert "the draft model does not fit" in (of_gpu(17, 1, draft=draft).reason or "")
 
 
 def test_what_fits_nowhere_says_how_much_it_needs() -> None:

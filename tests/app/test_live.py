@@ -62,12 +62,7 @@ def make_view(
         num_prompt_tokens=100,
         num_cached_tokens=10,
         num_output_tokens=50,
-        num_preemptions=1,
-        num_moves=2,
         num_cpu_decodes=20,
-        num_async_decodes=1,
-        num_double_iterations=3,
-        outside_s=0.1,
         pools=pools,
     )
     on_gpu = sum(one.tier == GPU for one in requests)
@@ -78,11 +73,9 @@ def make_view(
         is_gpu_imitated=imitated,
         device_name=None if imitated else "NVIDIA T4",
         weights_bytes=1000,
-        rates=Rates(10.0, 20.04, 3.0),
+        rates=Rates(10.0, 20.04),
         iterations=iterations,
         spans=spans,
-        spans_age_s=0.5,
-        tables=None,
         workers=workers,
     )
 
@@ -125,13 +118,9 @@ STEP = LiveIteration(
     total_ms=8.0,
     predicted_ms=6.0,
     host_attention_ms=2.0,
-    num_sub_batches=2,
-    num_gpu_decodes=3,
     num_cpu_decodes=4,
-    num_prompts=1,
     num_prompt_tokens=50,
     num_outputs=8,
-    num_copied_blocks=0,
     prompt_context=1250.0,
     longest_prompt=50,
     decode_context=700,
@@ -208,8 +197,8 @@ def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest
 
 
 WORKERS = {
-    KVTier.worker(1): WorkerState("10.0.0.2:7455", None, 0),
-    KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s", 2),
+    KVTier.worker(1): WorkerState("10.0.0.2:7455", None),
+    KVTier.worker(2): WorkerState("10.0.0.3:7455", "it has not answered for 10 s"),
 }
 
 

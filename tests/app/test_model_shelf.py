@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -113,6 +114,19 @@ async def test_models_are_shown_loaded_and_unloaded(loader: FakeLoader, tmp_path
         await services.host.unload()
         assert not shelf.host.has_service
         assert (await client.get("/health")).json()["status"] == "no model"
+
+
+async def test_a_draft_model_of_another_vocabulary_is_refused_before_the_loaded_model_goes(
+    loader: FakeLoader, tmp_path: Path
+) -> None:
+    loader.options = replace(loader.options, draft_model=Path("tiny"))
+    async with page(loader, tmp_path) as (services, _):
+        await until(services, lambda shelf: shelf.host.has_service)
+        with pytest.raises(ShelfError, match="vocabularies differ"):
+            await services.shelf.load(BUILTIN_NAME)
+        assert services.shelf.host.has_service
+        await services.shelf.load("tiny")
+        await until(services, lambda shelf: shelf.host.name == "tiny")
 
 
 async def test_a_download_is_told_and_can_be_stopped(

@@ -81,4 +81,4 @@ def test_workers_join_die_and_come_back(checkpoint: Path, secret: Path, port: in
         deadline = time.monotonic() + TIMEOUT_S
         while engine.live_view().workers[ONE].lost is None and time.monotonic() < deadline:
             Answers(engine, batch).end()  # the engine notices the loss at the next use
-        assert engine.live_view().workers[ONE].num_losses == 2
+        assert engine.live_view().workers[ONE].lost is not None

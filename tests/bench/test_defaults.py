@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from neo_desktop.app.bench import run
-from neo_desktop.app.bench.computer import Probe
+from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.run import default_model
 from neo_desktop.engine.profiling.hardware import HostMemory
@@ -53,7 +53,7 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
 ) -> None:
     available = HostMemory(int(64 * GIB), int(free_gib * GIB), None)
     monkeypatch.setattr(run, "host_memory", lambda: available)
-    monkeypatch.setattr(run.Prober, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
+    monkeypatch.setattr(run.Host, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
     chosen, note = default_model("cpu")
     assert chosen == expected
     assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in note.replace(".0 GB", " GB")

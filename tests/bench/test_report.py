@@ -10,8 +10,8 @@ import pytest
 from suites import ignore
 
 from neo_desktop.app.bench import run
-from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.hardware import HardwareReport, run_hardware
+from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.run import run_suites
@@ -47,8 +47,7 @@ def report(shares: list[float]) -> Report:
 @pytest.fixture
 def known_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure nothing between the suites."""
-    monkeypatch.setattr(run.Prober, "__init__", lambda self: None)
-    monkeypatch.setattr(run.Prober, "probe", lambda self: Probe(1.0, 1.0))
+    monkeypatch.setattr(run.Host, "probe", lambda self: Probe(1.0, 1.0))
 
 
 def throughput(report: Report, **changes: object) -> Report:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.builtin.corpus import chats, normalised, questions
-from scripts.builtin.evaluate import Case, load_cases
+from research.builtin.corpus import chats, normalised, questions
+from research.builtin.evaluate import Case, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN = ROOT / "models" / "builtin"

@@ -26,7 +26,7 @@ WINDOWS = (None, 11, None, 3, None, None)  # six layers, so the prefetch buffer'
 NUM_LAYERS = len(WINDOWS)
 NUM_BLOCKS = 24
 ALL = (KVTier.DEVICE, KVTier.STREAMED, KVTier.HOST)
-LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS))
+LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.EXPERTS))
 TIMEOUT_S = 20.0  # for prompt events; only a defect waits this long
 
 # Per request: tier, blocks, number of tokens before the second iteration.

@@ -123,3 +123,31 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_help(
     with pytest.raises(MemoryError, match=message) as caught:
         plan(*memory, device=device, **given)
     assert any(word in str(caught.value) for word in ("choose", "request less"))
+
+
+def test_experts_move_if_host_memory_has_room_for_all_of_them() -> None:
+    """Copies of the experts on the GPU take at most half of the host memory that is left."""
+    config = shape("qwen3-30b-a3b")
+    form = uniform_form(config, "Q4_K").on_gpu(dispatch)
+
+    def found(gpu_gib: float, host_gib: float) -> WeightPlan | None:
+        free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
+        return plan_memory(config, form, torch.bfloat16, CUDA, EngineOptions(), lambda: RATES, free)
+
+    moving, staying = found(12, 64), found(12, 16)
+    assert moving is not None
+    assert staying is not None
+    assert moving.moves is not None
+    assert staying.moves is None
+    assert moving.resident_rows == staying.resident_rows
+    matrices = layer_matrices(config, form, torch.bfloat16)
+    every = sum(sizes.host_bytes for name, sizes in matrices.items() if name.endswith("experts"))
+    assert staying.host_bytes < every <= moving.host_bytes
+    assert moving.moves.free <= moving.moves.most
+    nearly = found(18, 64)  # most experts fit
+    assert nearly is not None
+    assert nearly.moves is None
+    assert found(40, 64) is None  # all experts fit
+    dense = plan(12)
+    assert dense is not None
+    assert dense.moves is None

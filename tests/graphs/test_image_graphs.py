@@ -14,7 +14,6 @@ from vision_models import save
 from neo_desktop.engine.batch import IterationPlan, SubBatch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.images import reads_images
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear.dense import Dense
@@ -45,6 +44,12 @@ class FewPrompts(RandomIterations):
     def _join(self) -> None:
         if not self._requests:
             super()._join()
+
+
+def reads_images(plan: IterationPlan) -> bool:
+    """Return True if the plan has rows of images."""
+    spans = (s.images.within(s.start, s.context_len) for s in plan.sequences if s.images is not None)
+    return any(span.stop > span.start for span in spans)
 
 
 @pytest.mark.usefixtures("kernels")

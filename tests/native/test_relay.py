@@ -105,6 +105,16 @@ def test_what_is_wrong_is_refused_before_anything_begins() -> None:
         )
 
 
+def test_a_task_whose_block_tables_changed_is_checked_again() -> None:
+    case = make_case([5, 700])
+    batch = batch_of(case)
+    task = batch.task(caches_of(case))
+    task.check()
+    batch.block_tables[1, 0] = 10**6
+    with pytest.raises(ValueError, match="block"):
+        task.check()
+
+
 def test_a_thread_runs_the_steps_of_the_same_task() -> None:
     case, windows = make_case([700, 90, 33], group=4), (0, 50, 0)
     batch = batch_of(case)

@@ -1,13 +1,8 @@
 """The final page of `gpu_check` lists working parts, fallbacks, failures and missed targets."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
-from gpu_page import Page, Target
+from scripts.gpu_page import Page, Target
 
 
 def test_a_part_that_fails_is_told_and_the_next_has_its_turn(capsys: pytest.CaptureFixture[str]) -> None:

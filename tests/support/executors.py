@@ -96,6 +96,7 @@ def thread_executor(
     timeline: Timeline | None = None,
     timeout: Timeout = DEFAULT_TIMEOUT,
     stages: Stages | None = None,
+    moves_experts: bool = False,
 ) -> ModelRunner:
     """Make an executor without a GPU.
 
@@ -105,5 +106,11 @@ def thread_executor(
     capacity = Capacity.of(MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT, storage.block_size)
     backend = ThreadBackend(timeline, lanes)
     return ModelRunner(
-        stages or stages_of(model, None), storage, capacity, backend, timeline=timeline, timeout=timeout
+        stages or stages_of(model, None),
+        storage,
+        capacity,
+        backend,
+        timeline=timeline,
+        timeout=timeout,
+        moves_experts=moves_experts,
     )

@@ -12,7 +12,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
-from neo_desktop.models.linear.offloaded import OffloadedFormat
+from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedFormat
 from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.weights import named_weights
@@ -32,15 +32,17 @@ def expert_model(
     windows: tuple[int | None, ...] = WINDOWS,
     intermediate_size: int = 64,
     share: float | None = None,
+    moves: MoveBudget | None = None,
 ) -> Decoder:
     """Return a model with any number of resident experts and rows per layer; all, without a seed.
 
     Args:
         share: see `with_shares`.
+        moves: see `OffloadedFormat`; a layer then has one or four resident experts.
     """
     config = experts_config(windows, intermediate_size)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
-    wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed))
+    wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed, moves))
     sources = {weight.name: weight for weight in named_weights(model)}
     for target in named_weights(wide):
         source = sources[target.name]
@@ -59,7 +61,7 @@ def with_shares(model: Decoder, seed: int, share: float | None) -> Decoder:
     return model
 
 
-def _form(config: ModelConfig, seed: int | None) -> Dense | OffloadedFormat:
+def _form(config: ModelConfig, seed: int | None, moves: MoveBudget | None) -> Dense | OffloadedFormat:
     if seed is None:
         return DENSE
     rng = random.Random(seed)
@@ -67,7 +69,7 @@ def _form(config: ModelConfig, seed: int | None) -> Dense | OffloadedFormat:
     assert config.experts is not None
     for layer in config.experts.layers:
         resident.pop(f"{layer}.router")
-        count = rng.choice((0, 1, 4, 6))
+        count = rng.choice((0, 1, 4, 6) if moves is None else (1, 4))
         for name in EXPERTS:
             resident[f"{layer}.{name}"] = count * 64  # counted in rows of one expert
-    return OffloadedFormat(Dense(uses_tiles=False), DENSE, resident)
+    return OffloadedFormat(Dense(uses_tiles=False), DENSE, resident, moves=moves)

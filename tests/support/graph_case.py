@@ -33,6 +33,8 @@ def make_executor(
     timeline: Timeline | None = None,
     capacity: Capacity = CAPACITY,
     timeout: Timeout = DEFAULT_TIMEOUT,
+    *,
+    moves_experts: bool = False,
 ) -> tuple[ModelRunner, ImitatedBackend]:
     storage = make_storage(model, dict.fromkeys(tiers, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
     backend = backend or ImitatedBackend(seed, hook)
@@ -45,6 +47,7 @@ def make_executor(
         uses_gpu=True,
         timeline=timeline,
         timeout=timeout,
+        moves_experts=moves_experts,
     )
     return executor, backend
 

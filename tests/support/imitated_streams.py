@@ -145,12 +145,19 @@ class ImitatedBackend:
         num_queues: number of hardware queues, each with its operations in order. An operation enters a random
             queue, in a random order that respects CUDA's known dependencies.
             None: a queue per lane.
+        late: lane whose operations run when no other operation can.
     """
 
-    def __init__(self, seed: int = 0, hook: Hook | None = None, num_queues: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        hook: Hook | None = None,
+        num_queues: int | None = None,
+        late: Lane | None = None,
+    ) -> None:
         self._random = random.Random(seed)
         self._hook = hook
-        self._num_queues = num_queues
+        self._num_queues, self._late = num_queues, late
         self._seen: set[object] = set()
         self._graphs: dict[tuple[object, int], list[Operation]] = {}
         self._launcher = ImitatedLauncher()
@@ -192,9 +199,11 @@ class ImitatedBackend:
             launcher.last = dict.fromkeys(LANES, self._end)
         is_new = program.key not in self._seen
         self._seen.add(program.key)
+        parts = sections(program)
+        with_graphs = with_graphs and any(can for can, _ in parts)
         self.was_graph = with_graphs and not is_new
         num_graphs = len(self._graphs)
-        for number, (can, steps) in enumerate(sections(program)):
+        for number, (can, steps) in enumerate(parts):
             if not self.was_graph or not can:
                 before = len(launcher.operations)
                 for step in steps:
@@ -246,6 +255,7 @@ class ImitatedBackend:
                 assert time.monotonic() < deadline, "all lanes wait, and nothing comes"
                 time.sleep(0)
                 continue
+            ready = [queue for queue in ready if queue[0].lane is not self._late] or ready
             operation = self._random.choice(ready).pop(0)
             self._do(operation)
             self._done.add(operation)

@@ -29,7 +29,7 @@ NUM_BLOCKS = 24
 
 
 # All lanes except the ones for weights in host memory and streamed KV.
-_OTHERS = (Lane.WEIGHTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT)
+_OTHERS = (Lane.WEIGHTS, Lane.EXPERTS, Lane.HOST_WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT)
 
 
 LANES = tuple(lane for lane in Lane if lane not in _OTHERS)

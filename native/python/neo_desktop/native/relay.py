@@ -47,6 +47,10 @@ class HostTask:
         self.flags = flags
         self._memory = memory
 
+    def check(self) -> None:
+        """Raise ValueError if block tables or context lengths, which may have changed, are invalid."""
+        self.native.check()
+
     def run(self, turn: int) -> None:
         """Run the step of a turn in which the task takes part, on this thread and the pool's."""
         self.native.run(turn, 0, default_isa())

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.builtin.tokenizer import BEGIN, CHAT_TEMPLATE, END
+from research.builtin.tokenizer import BEGIN, CHAT_TEMPLATE, END
 
 BUILTIN = Path(__file__).resolve().parents[2] / "models" / "builtin"
 

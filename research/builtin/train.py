@@ -1,6 +1,6 @@
 """Train the built-in model, from scratch or further: corpus, tokenizer, weights, all into models/builtin/.
 
-    python -m scripts.builtin.train            # about an hour on two mostly idle AVX-512 cores
+    python -m research.builtin.train            # about an hour on two mostly idle AVX-512 cores
 
 The recipe: a byte-level BPE of 3,072 tokens, a Llama of 5.5 M parameters, loss on the assistant's tokens, one
 cosine schedule. Choosing the right answer is harder to learn than its words. So more than half of the steps
@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.builtin.checkpoint import BUILTIN, save_checkpoint
-from scripts.builtin.corpus import SEED, Conversation, chats, questions
-from scripts.builtin.tokenizer import BEGIN, END, ROLE_TOKENS, train_tokenizer
+from research.builtin.checkpoint import BUILTIN, save_checkpoint
+from research.builtin.corpus import SEED, Conversation, chats, questions
+from research.builtin.tokenizer import BEGIN, END, ROLE_TOKENS, train_tokenizer
 
 CONTEXT_TOKENS = 2048
 QUESTION_ROWS = (24, 40, 80)  # tokens; each size is compiled once

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf_models import CONFIGS, made
 
-from neo_desktop.app.llamacpp.gguf_writer import write_gguf
+from benchmarks.gguf_writer import write_gguf
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint

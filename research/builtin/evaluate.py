@@ -1,7 +1,7 @@
 """Ask the built-in model questions that are not in its corpus, and count the right answers.
 
-    python -m scripts.builtin.evaluate                                  # the held-out set
-    python -m scripts.builtin.evaluate --questions tests/builtin/development.json --failures
+    python -m research.builtin.evaluate                                  # the held-out set
+    python -m research.builtin.evaluate --questions tests/builtin/development.json --failures
 
 A question set is a list of chats. An answer is right if it matches every regular expression of `expect`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from scripts.builtin.checkpoint import BUILTIN
+from research.builtin.checkpoint import BUILTIN
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "tests" / "builtin" / "heldout.json"
 

@@ -1,6 +1,6 @@
 """Write the built-in model's corpus: short chats about neo-desktop, with noise, from seeded templates.
 
-python -m scripts.builtin.corpus --chats 20        # print 20 chats
+python -m research.builtin.corpus --chats 20        # print 20 chats
 """
 
 import argparse
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from scripts.builtin.topics import ALL_TOPICS, DEFINITION_PATTERNS, Topic
-from scripts.builtin.topics.arithmetic import draw as draw_arithmetic
-from scripts.builtin.topics.beyond import draw_beyond, draw_unclear
-from scripts.builtin.topics.chatter import AGAIN, MORE, NOTHING_MORE, SUGGESTION, SYSTEM_PROMPTS
-from scripts.builtin.topics.patterns import expand
-from scripts.builtin.typing_noise import as_typed
+from research.builtin.topics import ALL_TOPICS, DEFINITION_PATTERNS, Topic
+from research.builtin.topics.arithmetic import draw as draw_arithmetic
+from research.builtin.topics.beyond import draw_beyond, draw_unclear
+from research.builtin.topics.chatter import AGAIN, MORE, NOTHING_MORE, SUGGESTION, SYSTEM_PROMPTS
+from research.builtin.topics.patterns import expand
+from research.builtin.typing_noise import as_typed
 
 SEED = 20
 QUESTIONS = 320_000

@@ -2,9 +2,9 @@
 
 from random import Random
 
-from scripts.builtin.topics.chatter import PREFIX, SUFFIX
-from scripts.builtin.topics.patterns import expand
-from scripts.builtin.topics.synonyms import reworded
+from research.builtin.topics.chatter import PREFIX, SUFFIX
+from research.builtin.topics.patterns import expand
+from research.builtin.topics.synonyms import reworded
 
 # Neighbouring keys.
 NEIGHBOURS = {

@@ -1,0 +1,148 @@
+"""Moves of experts to slots on the device, beside iterations.
+
+Places change between iterations only. An expert that is to leave its slot has no place on the device from the
+iteration on in which the slot is filled; the new expert has it from the next iteration on:
+
+    iteration     |n                       |n + 1                   |
+    places        |slot 3: expert 7        |slot 3: free            |slot 3: expert 9
+    experts lane                           |expert 9 to slot 3|
+
+So no iteration reads a slot while it is filled, and graphs read the table of places in device memory. The
+device logs the chosen experts. They decide later moves, while the next iteration computes. Iterations of many
+rows do not count, because they use nearly all experts. Nothing moves beside iterations that stream experts:
+these need the bus, and their graphs contain the addresses of the experts in host memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.lane import Lane, Launcher
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.predict.expert_places import ExpertPlaces, Move
+from neo_desktop.models.expert_slots import ExpertSlots, LayerSlots
+
+
+class ExpertMoves:
+    """The moves of a model's experts, and what the device's table of places shows.
+
+    Args:
+        turns: Turn -> layer, of the layers with slots.
+        rows: For each sub-batch, the most rows of an iteration that counts.
+        per_token: Experts of a row.
+    """
+
+    def __init__(
+        self, slots: ExpertSlots, turns: Mapping[int, LayerSlots], rows: Sequence[int], per_token: int
+    ) -> None:
+        self._slots, self._turns, self._rows = slots, turns, rows
+        device = slots.places.device
+        expert_bytes = [layer.expert_bytes for layer in slots.layers]
+        self._plan = ExpertPlaces(slots.slots, slots.num_slots, expert_bytes, slots.budget)
+        self._moves: list[Move] = []  # of the last iteration, until it has succeeded
+        self._chosen: NDArray[np.int32] | None = None  # [layers, any], of the last iteration that counted
+        self._shown: int | None = None  # version of the device's table; None: unknown
+        shape = len(slots.layers), sum(rows), per_token
+        self._log = torch.empty(shape, dtype=torch.int32, device=device)
+        self._read = host_memory(lambda pin: torch.empty(shape, dtype=torch.int32, pin_memory=pin), device)
+        self._places = host_memory(
+            lambda pin: torch.empty(slots.places.shape, dtype=torch.int32, pin_memory=pin), device
+        )
+        self._room = torch.empty(max(expert_bytes), dtype=torch.uint8, device=device)
+
+    @property
+    def version(self) -> int:
+        """Changes with the order of the experts in host memory."""
+        return self._slots.version
+
+    def log_of(self, index: int, rows: int) -> Mapping[int, Tensor]:
+        """Return turn -> room for the chosen experts of a sub-batch, [rows, per token]; empty: no log."""
+        if rows > self._rows[index]:
+            return {}
+        where = slice(first := sum(self._rows[:index]), first + rows)
+        return {turn: self._log[layer.index, where] for turn, layer in self._turns.items()}
+
+    def beside(self, rows: Mapping[int, Sequence[int]], *, decides: bool) -> "MovesBeside":
+        """Return the moves of the next iteration; those of a failed one are given up.
+
+        Args:
+            rows: index of a sub-batch -> its rows without padding.
+            decides: The iteration streams no experts, and all its rows are logged.
+        """
+        plan = self._plan
+        plan.finish(self._moves, arrived=False)
+        self._moves = plan.moves() if decides else []
+        if not np.array_equal(self._slots.slots, plan.slots):
+            self._slots.place(plan.slots)
+            self._shown = None
+        if self._shown is None:
+            self._places.copy_(torch.from_numpy(self._slots.all_places()))
+        logged = [sum(self._rows[:index]) + row for index, each in rows.items() for row in each]
+        return MovesBeside(self, self._moves, logged if decides else [])
+
+    def begin(self, launcher: Launcher) -> None:
+        """Submit the copy of the table to the device if places have changed, and clear the log."""
+        launcher.run(Lane.DEVICE, Stage("log", 0, NO_SUB_BATCH, 0), partial(self._log.fill_, -1))
+        if self._shown is None:
+            copy = partial(self._slots.places.copy_, self._places, non_blocking=True)
+            launcher.run(Lane.DEVICE, Stage("places", 0, NO_SUB_BATCH, 0), copy)
+
+    def move(self, launcher: Launcher, moves: Sequence[Move]) -> None:
+        """Submit copies of experts."""
+        for each in moves:
+            fill = partial(self._slots.layers[each.layer].fill, each.slot, each.expert, self._room)
+            launcher.run(Lane.EXPERTS, Stage("move", each.layer, NO_SUB_BATCH, 1), fill)
+
+    def read(self, launcher: Launcher) -> None:
+        """Submit the copy of the log to host memory."""
+        copy = partial(self._read.copy_, self._log, non_blocking=True)
+        launcher.run(Lane.DEVICE, Stage("log", 0, NO_SUB_BATCH, len(self._log)), copy)
+
+    def commit(self, moves: Sequence[Move], logged: Sequence[int]) -> None:
+        """Take in a successful iteration."""
+        self._shown = self._slots.version
+        self._plan.finish(moves, arrived=True)
+        self._moves = []
+        if logged:
+            self._chosen = self._read.numpy()[:, logged].reshape(len(self._slots.layers), -1)
+
+    def learn(self) -> None:
+        """Take in the experts that the last iteration chose."""
+        if self._chosen is None:
+            return
+        layers, count = self._plan.slots.shape
+        asked = np.zeros((layers, count + 1), np.bool_)  # the last column takes -1: nothing logged
+        np.put_along_axis(asked, self._chosen, True, axis=1)
+        self._chosen = None
+        self._plan.record(asked[:, :count])
+
+
+class MovesBeside:
+    """The moves of one iteration.
+
+    Args:
+        logged: Rows of the log that count.
+    """
+
+    def __init__(self, owner: ExpertMoves, moves: Sequence[Move], logged: Sequence[int]) -> None:
+        self._owner, self._moves, self._logged = owner, moves, logged
+
+    def begin(self, launcher: Launcher) -> None:
+        """Submit what precedes the layers."""
+        self._owner.begin(launcher)
+
+    def end(self, launcher: Launcher) -> None:
+        """Submit what runs beside and after the layers, and prepare the next moves meanwhile."""
+        self._owner.move(launcher, self._moves)
+        if self._logged:
+            self._owner.read(launcher)
+        self._owner.learn()
+
+    def commit(self) -> None:
+        """Finish a successful iteration."""
+        self._owner.commit(self._moves, self._logged)
