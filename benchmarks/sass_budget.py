@@ -3,6 +3,7 @@
     python -m benchmarks.sass_budget                         compile, print differences from the budget
     python -m benchmarks.sass_budget --write                 store the result as the new budget
     python -m benchmarks.sass_budget --triton 3.6.0 3.7.1    with other Triton versions
+    python -m benchmarks.sass_budget --only "rows? "         only variants whose names have this expression
 
 The budget has figures for every Triton version of a supported torch. Versions other than the installed one go
 to the user's cache. tests/kernels/test_compile.py fails if a figure is worse. Needs the `dev` extra; a
@@ -12,6 +13,7 @@ version takes a minute.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ FIGURES = {
     "shared": False,
     "programs_per_sm": True,
     "instructions": False,
+    "per_1000_weights": False,
     "wide_loads": True,
     "shared_loads": False,
     "barriers": False,
@@ -81,11 +84,11 @@ def installed_beside(version: str) -> Path:
     return folder
 
 
-def compile_all(triton_folder: Path | None = None) -> list[dict[str, Any]]:
-    """Compile every kernel; see `compile_kernels.Compiled`."""
+def compile_all(triton_folder: Path | None = None, only: str = "") -> list[dict[str, Any]]:
+    """Compile every kernel, or variants whose names have an expression; see `compile_kernels.Compiled`."""
 
     def compile_part(part: int) -> str:
-        return run("compile_kernels.py", str(part), str(NUM_PROCESSES), triton_folder=triton_folder)
+        return run("compile_kernels.py", str(part), str(NUM_PROCESSES), only, triton_folder=triton_folder)
 
     with ThreadPoolExecutor() as pool:
         outputs = pool.map(compile_part, range(NUM_PROCESSES))
@@ -100,6 +103,11 @@ def table(kernels: list[dict[str, Any]]) -> dict[str, Figures]:
         }
         for kernel in kernels
     }
+
+
+def variant_of(name: str) -> str:
+    """Return the variant of a name in a table."""
+    return name.rpartition(": ")[0]
 
 
 def worse(budget: Mapping[str, Figures], found: Mapping[str, Figures]) -> list[str]:
@@ -146,18 +154,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--write", action="store_true", help="let what is compiled now be the budget")
     parser.add_argument("--triton", nargs="+", metavar="VERSION", help="versions; default: the installed one")
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="variants with such names")
     arguments = parser.parse_args()
     budget = read_budget()
     for version in arguments.triton or [triton.__version__]:
         folder = None if version == triton.__version__ else installed_beside(version)
-        found = table(compile_all(folder))
+        found = table(compile_all(folder, arguments.only))
+        chosen = {
+            k: v for k, v in budget.get(version, {}).items() if re.search(arguments.only, variant_of(k))
+        }
         print(f"Triton {version}")
         if version in budget:
-            print("\n".join(worse(budget[version], found)) or "nothing is worse than its budget")
+            print("\n".join(worse(chosen, found)) or "nothing is worse than its budget")
         else:
             print(f"the budget has no figures of it, but of {', '.join(budget)}: --write adds them")
         if arguments.write:
-            budget[version] = found
+            others = {k: v for k, v in budget.get(version, {}).items() if k not in chosen}
+            budget[version] = others | found
             write_budget(budget)
 
 

@@ -3,8 +3,7 @@
     python -m benchmarks.world_tables rows     every row that can be modelled
     python -m benchmarks.world_tables cards    the best-known models, as in docs/simulation.md
 
-neo-desktop has more bits for some types on a card, and a millisecond per iteration. It divides no experts of
-models that run with Transformers' code; those rows say so.
+neo-desktop divides no experts of models that run with Transformers' code; those rows say so.
 """
 
 import argparse

@@ -61,8 +61,9 @@ class StoredForm(Dense):
     @property
     def widened(self) -> Mapping[str, int]:
         """Types that take more bits in memory than in the file -> bits in memory."""
-        bits = quantised.WIDENED if self.kernels is None else grouped.WIDENED
-        return {name: bits[name] for name in bits if name in self.kept_types}
+        if self.kernels is not None:
+            return {}
+        return {name: bits for name, bits in quantised.WIDENED.items() if name in self.kept_types}
 
     @property
     def without_kernel(self) -> tuple[str, ...]:

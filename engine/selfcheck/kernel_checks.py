@@ -44,7 +44,7 @@ from neo_desktop.models.recurrent import Spans
 DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
 # Types of quantised weights, one per coding scheme -> rows of inputs.
-KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, MOST_ROWS), "Q6_K": (3,), "MXFP4": (2,)}
+KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, MOST_ROWS, MOST_ROWS + 1), "Q6_K": (3, 8), "MXFP4": (2,)}
 QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
 EXPERTS, PER_TOKEN, INTERMEDIATE = 6, 2, 64

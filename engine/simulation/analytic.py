@@ -32,7 +32,11 @@ from neo_desktop.models.linear.protocol import WeightFormat
 # GPU -> CPU -> GPU by stream memory operations takes 22 µs, a small copy over the bus 10.7 µs.
 KERNEL_MS = 0.002
 BUS_LATENCY_MS = 0.0107
-ITERATION_MS = 1.0  # scheduling, graph launch, copying sampled tokens back
+# Scheduling, graph launch and reading sampled tokens: an H100's iterations of 1, 8 and 32 requests took 0.37,
+# 0.53 and 0.86 ms beside the device's work (docs/performance.md). Its host, a virtual machine, launched
+# slowly; a desktop's core is no slower. llama.cpp's token takes 0.28 ms on consumer PCs (`shares`).
+ITERATION_MS = 0.37
+REQUEST_MS = 0.016
 HEAD_KERNELS = 12
 SAMPLING_PASSES = 6  # over the float32 logits
 
@@ -230,7 +234,7 @@ def analytic_cost_model(
         iteration_ms=ITERATION_MS,
         linear=linear,
         host_linear=host_linear,
-        head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
+        head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms + REQUEST_MS),
         offload=Curve((1, 1024), [OFFLOAD_MS + n * offload_bytes / bus * 1e3 for n in (1, 1024)]),
         transfer=transfer,
         swap=transfer,

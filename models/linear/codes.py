@@ -25,7 +25,6 @@ class Coding:
     has_minima: bool = False
     group: int = 32  # numbers that share a scale
     scale_dtype: torch.dtype = torch.float16
-    is_wider: bool = False  # codes have more bits than in files
     table: tuple[int, ...] = ()  # of 16 numbers
 
     @property
@@ -34,23 +33,31 @@ class Coding:
         return not self.scale_dtype.is_floating_point
 
     @property
-    def shifts(self) -> tuple[int, ...]:
-        """Positions of a word's codes: neighbours in bytes, for DP4A, or in half bytes, for look-ups."""
-        places = range(32 // self.bits)
-        return tuple(4 * each if self.table else each % 4 * 8 + each // 4 * self.bits for each in places)
+    def planes(self) -> tuple[int, ...]:
+        """Bits per code of each plane of words, the lowest bits of codes first."""
+        low = next(low for low in (8, 4, 2) if low <= self.bits)
+        return (low, self.bits - low) if self.bits > low else (low,)
+
+    def shifts(self, plane: int) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of a word's codes, `[places of a word][4]`, in a plane of these bits.
+
+        Four codes are in one byte each, for DP4A, or in neighbouring half bytes, for look-ups.
+        """
+        apart, step = (16, 4) if self.table else (plane, 8)
+        return tuple(tuple(apart * place + step * code for code in range(4)) for place in range(8 // plane))
 
 
 CODINGS = {
     "Q8_0": Coding(8, 128),
     "Q4_0": Coding(4, 8),
     "Q4_1": Coding(4, 0, has_minima=True),
-    "Q5_0": Coding(8, 16, is_wider=True),
-    "Q5_1": Coding(8, 0, has_minima=True, is_wider=True),
+    "Q5_0": Coding(5, 16),
+    "Q5_1": Coding(5, 0, has_minima=True),
     "Q2_K": Coding(2, 0, has_minima=True, group=16, scale_dtype=torch.uint8),
-    "Q3_K": Coding(4, 4, group=16, scale_dtype=torch.int8, is_wider=True),
+    "Q3_K": Coding(3, 4, group=16, scale_dtype=torch.int8),
     "Q4_K": Coding(4, 0, has_minima=True, scale_dtype=torch.uint8),
-    "Q5_K": Coding(8, 0, has_minima=True, scale_dtype=torch.uint8, is_wider=True),
-    "Q6_K": Coding(8, 32, group=16, scale_dtype=torch.int8, is_wider=True),
+    "Q5_K": Coding(5, 0, has_minima=True, scale_dtype=torch.uint8),
+    "Q6_K": Coding(6, 32, group=16, scale_dtype=torch.int8),
     "IQ4_NL": Coding(4, 0, table=IQ4),
     "IQ4_XS": Coding(4, 0, scale_dtype=torch.int8, table=IQ4),
     "MXFP4": Coding(4, 0, scale_dtype=torch.bfloat16, table=FP4),

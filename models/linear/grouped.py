@@ -1,9 +1,11 @@
-"""Matrices of 2, 4 or 8 bits on a GPU, with a scale for each group of 16 or 32 numbers.
+"""Matrices of 2 to 8 bits on a GPU, with a scale for each group of 16 or 32 numbers.
 
-A number is `(code - centre) * scale + minimum`. Codes are packed into words of 32 bits, see `Coding.shifts`.
-64 rows are interleaved, so that neighbouring threads read neighbouring words:
+A number is `(code - centre) * scale + minimum`. A block of 32 columns has eight places of four codes: place
+`2 * w + h` has the columns from `16 * h + 4 * w` on. So a word of 4-bit codes serves both groups of 16.
+Codes of 3, 5 and 6 bits are divided: 2 or 4 bits in one plane of words, the others in a second plane. 64 rows
+are interleaved, so that neighbouring threads read neighbouring words:
 
-    words             [tiles of 64 rows, columns / numbers of a word, 64] int32
+    words             [tiles of 64 rows, columns / 32 * bits, 64] int32: a block's planes, see `Coding.shifts`
     scales, minima    [tiles, columns / numbers of a group, 64] float16; 8-bit integers for K types,
                       bfloat16 for MXFP4
     scale_units, minimum_units    only K types: [tiles, columns / 256, 64] float16, factors on the above
@@ -23,8 +25,7 @@ TILE_ROWS = 64
 MOST_ROWS = 16  # of inputs of a kernel that multiplies packed weights
 LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a file
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
-WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
-"""Types that take more bits in memory than in files -> bits in memory."""
+BLOCK = 32  # columns
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
 
 
@@ -43,13 +44,12 @@ class Grouped:
     def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
         self.type_name, self.rows, self.columns = type_name, rows, columns
         self.coding: Coding = CODINGS[type_name]
-        self.per_word = 32 // self.coding.bits
         tiles = -(-rows // TILE_ROWS)
 
-        def room(numbers: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(tiles, columns // numbers, TILE_ROWS, dtype=dtype, device=device)
+        def room(numbers: int, dtype: torch.dtype, each: int = 1) -> Tensor:
+            return torch.zeros(tiles, columns // numbers * each, TILE_ROWS, dtype=dtype, device=device)
 
-        self.words = room(self.per_word, torch.int32)
+        self.words = room(BLOCK, torch.int32, self.coding.bits)
         self.scales = room(self.coding.group, self.coding.scale_dtype)
         has_units, has_minima = self.coding.has_units, self.coding.has_minima
         self.minima = torch.zeros_like(self.scales) if has_minima else None
@@ -97,17 +97,13 @@ class Grouped:
             codes: [rows, columns] uint8, or of another shape in this order.
             others: scales and so on, [rows, …], in the order of `tensors`.
         """
-        count, bits = len(others[0]), self.coding.bits
-        if bits < 8:
-            parts = codes.view(-1, 4, 2).mT if self.coding.table else codes.view(-1, 8 // bits, 4)
-            codes, *rest = parts.unbind(1)
-            for place, part in enumerate(rest, start=1):
-                codes = codes | (part << (bits * place))
+        count = len(others[0])
+        words = _packed(codes.reshape(count, -1, BLOCK), self.coding)
         small = (
             each.view(to.dtype) if each.dtype.itemsize == 1 else each
             for each, to in zip(others, self.tensors()[1:], strict=True)
         )
-        values = codes.reshape(count, -1).contiguous().view(torch.int32), *small
+        values = words.view(count, -1), *small
         if row % TILE_ROWS == count % TILE_ROWS == 0:
             tiles = slice(row // TILE_ROWS, (row + count) // TILE_ROWS)
             for target, new in zip(self.tensors(), values, strict=True):
@@ -136,6 +132,30 @@ class Grouped:
         return scales, product(self.minima, self.minimum_units)
 
 
+def _packed(codes: Tensor, coding: Coding) -> Tensor:
+    """Pack codes `[rows, blocks, 32]` uint8 into words `[rows, blocks, bits]`."""
+    places = torch.unflatten(codes, 2, (2, 4, 4)).transpose(2, 3).flatten(2, 3).int()
+    words, below = [], 0
+    for plane in coding.planes:
+        shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=codes.device)
+        parts = torch.unflatten((places >> below) & (2**plane - 1), 2, (plane, -1))
+        words.append((parts << shifts).sum((3, 4), dtype=torch.int32))
+        below += plane
+    return torch.cat(words, 2)
+
+
+def _unpacked(words: Tensor, coding: Coding) -> Tensor:
+    """Return the codes `[rows, columns]` int32 of words `[rows, blocks * bits]`."""
+    planes = torch.unflatten(words, 1, (-1, coding.bits)).split(coding.planes, 2)
+    places, below = torch.zeros((), dtype=torch.int32, device=words.device), 0
+    for plane, part in zip(coding.planes, planes, strict=True):
+        shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=words.device)
+        codes = (part[:, :, :, None, None] >> shifts) & (2**plane - 1)
+        places = places + (codes.flatten(2, 3) << below)
+        below += plane
+    return torch.unflatten(places, 2, (4, 2)).transpose(2, 3).flatten(1)
+
+
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """Write rows to `out` `[n, columns]`, of any floating-point dtype: rounded once, from float32.
 
@@ -146,11 +166,10 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     if isinstance(rows, int):
         rows = torch.arange(rows, rows + len(out), device=out.device)
     at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
-    coding, device = weight.coding, out.device
-    shifts = torch.tensor(coding.shifts, dtype=torch.int32, device=device)
-    codes = (weight.words[at][:, :, None] >> shifts) & (2**coding.bits - 1)
+    coding = weight.coding
+    codes = _unpacked(weight.words[at], coding)
     if coding.table:
-        codes = torch.tensor(coding.table, dtype=torch.int32, device=device)[codes]
+        codes = torch.tensor(coding.table, dtype=torch.int32, device=out.device)[codes]
     numbers = (codes - coding.centre).float().view(len(out), -1, coding.group)
     scales, minima = weight.scales_of(at)
     numbers *= scales

@@ -1,4 +1,4 @@
-"""Weights of a GPU that stay in 2, 4 or 8 bits.
+"""Weights of a GPU that stay in 2 to 8 bits.
 
 Kernels multiply few rows by packed weights, and may round inputs to 8 bits as on a CPU. For more rows they
 dequantise the weights to the model's dtype, piece by piece.
@@ -88,8 +88,9 @@ class QuantisedOnGPU:
     def launch_all(self) -> None:
         """Launch all kernels of matmuls and lookups once, so that no iteration waits for a compiler."""
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
-        x, out = (torch.zeros(MOST_ROWS, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
-        for count in (1, 2, 4, 8, MOST_ROWS):  # each selects another kernel
+        most = MOST_ROWS + 1
+        x, out = (torch.zeros(most, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
+        for count in (1, 2, 4, 8, MOST_ROWS, most):  # each selects another kernel
             self.multiply(x[:count], out[:count])
         for part in self.parts:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])

@@ -19,9 +19,21 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
     "attention": (["test_paged_decode.py", "test_device_layer.py"], {"_attend", "attend_plain", "_merge"}),
     "products": (
         ["test_quantised.py", "test_host_tiles.py"],
-        {"_round", "_multiply_integers", "_multiply_plain", "_multiply_tiles", "_dequantise", "_unpack"},
+        {
+            "_round",
+            "_multiply_integers",
+            "_multiply_matrices",
+            "_multiply_plain",
+            "_multiply_tiles",
+            "_dequantise",
+            "_unpack",
+        },
     ),
     "types": (["test_quantised.py", "--all", "-k", "integers-2"], {"_round", "_multiply_integers"}),
+    "types on tensor cores": (
+        ["test_quantised.py", "--all", "-k", "integers-5"],
+        {"_round", "_multiply_matrices"},
+    ),
     "experts": (
         ["test_experts.py"],
         {"_choose", "_find_blocks", "_multiply_blocks", "_multiply_integers", "_gated", "_add_up"},

@@ -102,7 +102,7 @@ def test_parts_may_have_different_types_and_many_rows(
     assert len(linear.parts) == 3
     assert linear.form == "Q4_0+Q4_1+Q8_0"
     assert ((linear.dense().cpu().float() - weight).abs() <= torch.finfo(dtype).eps * weight.abs()).all()
-    for count in (3, 20):
+    for count in (3, 20, in_triton.SLICED_ROWS + 1):
         check(linear, weight, count, dtype, is_rounded=count > 16 or kernel_level == "torch")
     packed = packed_bytes("Q4_0", 80, 96) + packed_bytes("Q8_0", 17, 96) + packed_bytes("Q4_1", 70, 96)
     assert linear.memory() == {device: packed + bias.nbytes}
@@ -143,10 +143,19 @@ def test_all_that_is_needed_is_launched_before_the_first_iteration(
                 (str(self.kernel), constants.get("COUNT", constants.get("IS_FIRST")), constants["GROUP"])
             )
 
-    for name in ("_multiply_integers", "_multiply_plain", "_multiply_tiles", "_dequantise"):
+    for name in (
+        "_multiply_integers",
+        "_multiply_matrices",
+        "_multiply_plain",
+        "_multiply_tiles",
+        "_dequantise",
+    ):
         monkeypatch.setattr(in_triton, name, Launcher(name))
     linear.launch_all()
-    by_count: set[tuple[str, object]] = {("_multiply_integers", count) for count in in_triton.COUNTS}
+    by_count: set[tuple[str, object]] = {
+        ("_multiply_matrices" if count > in_triton.FEW else "_multiply_integers", count)
+        for count in in_triton.COUNTS
+    }
     if level == "exact":
         by_count = {("_multiply_plain", 1), ("_multiply_plain", 4), ("_multiply_tiles", 16)}
     expected = by_count | {("_dequantise", False), ("_dequantise", True)}

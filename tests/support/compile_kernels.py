@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for absent GPUs; a program, because other processes may use the interpreter.
 
-    python compile_kernels.py 0 2   prints the first of two halves, so two processes can share the work.
+    python compile_kernels.py 0 2 ""    prints the first of two halves, so two processes can share the work
+    python compile_kernels.py 0 1 "row" prints variants whose names have this expression
 
 The output has one JSON line per kernel and GPU, with the fields of `Compiled`. The launch functions run
 unchanged, on tensors without memory: so the compiled code is a GPU's code, with all specialisations. A fake
@@ -12,10 +13,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from sass import BARRIER, SHARED_LOAD, WIDE_LOAD, count, main_loop, usage
+from sass import BARRIER, SHARED_LOAD, WIDE_LOAD, count, instructions, main_loop, usage
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -58,6 +60,7 @@ class Compiled:
     programs_per_sm: int
     # Decode attention: per 32 tokens of its loop. Others: in the longest loop, or in the whole kernel.
     instructions: int
+    per_1000_weights: int  # instructions of a thread in products with integers, prologue included; others: 0
     wide_loads: int  # loads of 16 bytes
     shared_loads: int
     barriers: int
@@ -138,8 +141,8 @@ def copy(dtype: torch.dtype) -> None:
 
 
 def product(type_name: str, dtype: torch.dtype, count: int, *, rows: int = 14336) -> None:
-    weight = Grouped(type_name, rows, 4096, torch.device("meta"))
-    multiply_packed(empty(count, 4096, dtype=dtype), [weight], None, empty(count, rows, dtype=dtype))
+    weight = Grouped(type_name, rows, COLUMNS, torch.device("meta"))
+    multiply_packed(empty(count, COLUMNS, dtype=dtype), [weight], None, empty(count, rows, dtype=dtype))
 
 
 def exact(launch: Callable[..., None], *arguments: Any) -> None:
@@ -194,6 +197,7 @@ def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> Non
 
 
 ATTENTION = ("_attend", "attend_plain")
+COLUMNS = 4096  # of the products' matrices
 ANYTHING = re.compile("")
 FP16_GPUS = (75, 80, 86, 89, 90, 120)
 BF16_GPUS = (80, 86, 89, 90, 120)  # 7.5 lacks bf16
@@ -239,18 +243,18 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "copy fp32": (lambda: copy(FP32), (75,)),
     "1 row fp16, Q4_K": (lambda: product("Q4_K", FP16, 1), FP16_GPUS),
     "1 row fp16, Q4_K, few rows": (lambda: product("Q4_K", FP16, 1, rows=1024), (75, 90)),
-    "1 row fp16, Q4_0": (lambda: product("Q4_0", FP16, 1), (75, 86)),
-    "1 row bf16, Q8_0": (lambda: product("Q8_0", BF16, 1), (80,)),
-    "1 row fp16, Q6_K": (lambda: product("Q6_K", FP16, 1), (75, 86)),
-    "1 row fp16, MXFP4": (lambda: product("MXFP4", FP16, 1), FP16_GPUS),
-    "1 row fp16, IQ4_XS": (lambda: product("IQ4_XS", FP16, 1), (75, 86)),
-    "1 row fp16, Q2_K": (lambda: product("Q2_K", FP16, 1), (75, 86)),
-    "4 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 4), (75, 86, 90, 120)),
-    "4 rows fp16, Q6_K": (lambda: product("Q6_K", FP16, 4), (86,)),
-    "4 rows fp16, MXFP4": (lambda: product("MXFP4", FP16, 4), (75,)),
-    "16 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 16), (75, 86, 90)),
-    "16 rows bf16, Q8_0": (lambda: product("Q8_0", BF16, 16), (89,)),
-    "16 rows fp16, MXFP4": (lambda: product("MXFP4", FP16, 16), (86,)),
+    "4 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 4), (75, 86, 120)),
+    "16 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 16), FP16_GPUS),
+    "64 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 64), (75, 86)),
+    **{
+        f"{rows} row{'s' * (rows > 1)} fp16, {name}": (partial(product, name, FP16, rows), (75, 86))
+        for name in ("Q4_0", "Q6_K", "Q8_0", "MXFP4")
+        for rows in (1, 4, 16)
+    },
+    "1 row fp16, IQ4_XS": (lambda: product("IQ4_XS", FP16, 1), (86,)),
+    "1 row fp16, Q2_K": (lambda: product("Q2_K", FP16, 1), (86,)),
+    "1 row fp16, Q5_K": (lambda: product("Q5_K", FP16, 1), (86,)),
+    "8 rows bf16, Q3_K": (lambda: product("Q3_K", BF16, 8), (86,)),
     "exact, 1 row fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 1), FP16_GPUS),
     "exact, 1 row bf16, Q4_1": (lambda: exact(product, "Q4_1", BF16, 1), (80,)),
     "exact, 16 rows fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 16), FP16_GPUS),
@@ -293,14 +297,38 @@ def inspected(variant: str, capability: int, kernel: str, compiled: Any) -> Comp
         used.spilled,
         compiled.metadata.shared,
         programs,
-        *per_32,
+        per_32[0],
+        per_1000_weights(
+            kernel, compiled, len(loop), sum("NOP" not in text for _, text in instructions(cubin))
+        ),
+        *per_32[1:],
     )
 
 
-def compile_part(part: int, num_parts: int) -> Iterator[Compiled]:
+def per_1000_weights(kernel: str, compiled: Any, loop: int, all_instructions: int) -> int:
+    """Return the instructions that a thread executes for 1000 weights; its loop runs several times."""
+    if kernel not in ("_multiply_integers", "_multiply_matrices"):
+        return 0
+
+    def constant(name: str) -> int:
+        number: int = compiled.src.constants[(compiled.src.fn.arg_names.index(name),)]
+        return number
+
+    blocks_at_once = constant("STEP" if kernel == "_multiply_integers" else "WARPS")
+    turns = COLUMNS // 32 / blocks_at_once
+    weights = constant("ROWS") * COLUMNS / (32 * compiled.metadata.num_warps)
+    return round(1000 * (turns * loop + all_instructions - loop) / weights)
+
+
+def compile_part(part: int, num_parts: int, only: str) -> Iterator[Compiled]:
     found: list[tuple[str, Any]] = []
     compile_instead_of_launching(found)
-    everything = [(v, launch, c) for v, (launch, capabilities) in VARIANTS.items() for c in capabilities]
+    everything = [
+        (variant, launch, capability)
+        for variant, (launch, capabilities) in VARIANTS.items()
+        for capability in capabilities
+        if re.search(only, variant)
+    ]
     for variant, launch, capability in everything[part::num_parts]:
         driver.set_active(AbsentGPU(capability))
         found.clear()
@@ -310,5 +338,5 @@ def compile_part(part: int, num_parts: int) -> Iterator[Compiled]:
 
 
 if __name__ == "__main__":
-    for result in compile_part(int(sys.argv[1]), int(sys.argv[2])):
+    for result in compile_part(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]):
         print(json.dumps(asdict(result)), flush=True)

@@ -5,6 +5,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -31,10 +32,16 @@ def usage(cubin: bytes) -> Usage:
     return Usage(numbers["REG"], numbers["STACK"] + numbers["LOCAL"])
 
 
-def main_loop(cubin: bytes) -> Sequence[str]:
-    """Return the instructions of the longest loop, or of the whole kernel if it has no loop."""
+def instructions(cubin: bytes) -> Sequence[tuple[int, str]]:
+    """Return the kernel's instructions with their addresses."""
     code = [(int(address, 16), text) for address, text in INSTRUCTION.findall(_dump(cubin, "-sass"))]
     assert code, "cuobjdump's output is not what it was"
+    return code
+
+
+def main_loop(cubin: bytes) -> Sequence[str]:
+    """Return the instructions of the longest loop, or of the whole kernel if it has no loop."""
+    code = instructions(cubin)
     loops = [
         (int(jump[1], 16), address)
         for address, text in code
@@ -50,6 +57,7 @@ def count(instructions: Sequence[str], kind: re.Pattern[str]) -> int:
     return sum(1 for text in instructions if kind.search(text))
 
 
+@cache
 def _dump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -16,6 +16,7 @@ from torch import Tensor
 from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
 from neo_desktop.engine.kernels.in_triton.quantised import (
+    COUNTS,
     PLAIN_ROWS,
     inputs_of,
     multiplies_integers,
@@ -122,7 +123,7 @@ def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stack
     if rows == 1:  # all experts of a row are different
         return 1
     if multiplies_integers():  # at least twice the mean, as experts differ
-        return next((count for count in (PLAIN_ROWS, 8) if 2 * pairs <= count * experts), MOST_ROWS)
+        return next((count for count in COUNTS[2:] if 2 * pairs <= count * experts), COUNTS[-1])
     return MOST_ROWS if uses_cores and pairs > experts else PLAIN_ROWS
 
 

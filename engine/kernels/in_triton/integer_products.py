@@ -2,7 +2,7 @@
 
 `_multiply_integers`: a thread reads blocks of four neighbouring rows, 16 bytes at once, and keeps a sum per
 row and input. DP4A, of compute capability 6.1 or later, multiplies four codes by four inputs; the
-sum of a group becomes a float once. With x = q * scale and a weight (code - centre) * s + m:
+sum of a group becomes a float once (`from_start`). With x = q * scale and a weight (code - centre) * s + m:
 
     sum(x * weight) = sum(q * code) * s * scale + sum(q) * scale * (m - centre * s)
 
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _VARYING = ("ids", "pairs", "per_row", "out", "count", "rows", "blocks", "out_stride", "bias")
+START: tl.constexpr = tl.constexpr(0x4B400000)
 _DOT: tl.constexpr = tl.constexpr("dp4a.u32.s32 $0, $1, $2, $3;")
 _SIGNED_DOT: tl.constexpr = tl.constexpr("dp4a.s32.s32 $0, $1, $2, $3;")
 _LOOK_UP: tl.constexpr = tl.constexpr(
@@ -23,7 +24,7 @@ _LOOK_UP: tl.constexpr = tl.constexpr(
 
 @triton.jit(do_not_specialize=("blocks",))
 def _round(x, codes, factors, blocks, x_stride, BLOCKS: tl.constexpr):
-    """Round rows of inputs; layouts as in `quantised.rounded`."""
+    """Round rows of inputs; layouts as in `quantised.Rounded`."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = tl.arange(0, 32)[None, :]
@@ -33,7 +34,9 @@ def _round(x, codes, factors, blocks, x_stride, BLOCKS: tl.constexpr):
     scale = tl.max(tl.abs(value), axis=1) / 127.0
     code = value * tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)[:, None]
     code = (code + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: rounds to the nearest integer
-    tl.store(codes + row * blocks * 32 + at, code.to(tl.int8), mask=in_row[:, None])
+    place = column % 16 // 4 * 2 + column // 16
+    into = codes + (row * blocks + block[:, None]) * 32 + place * 4 + column % 4
+    tl.store(into, code.to(tl.int8), mask=in_row[:, None])
     first = tl.sum(tl.where(column < 16, code, 0.0), axis=1) * scale
     second = tl.sum(tl.where(column < 16, 0.0, code), axis=1) * scale
     own = factors + (row * blocks + block) * 4
@@ -62,6 +65,7 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
     blocks,
     out_stride,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
     CENTRE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -78,8 +82,6 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
     IS_INTERPRETED: tl.constexpr,
 ):
     GROUPS: tl.constexpr = 32 // GROUP
-    PAIRS: tl.constexpr = 4 // GROUPS  # loads of 8 inputs per group
-    PARTS: tl.constexpr = 8 // BITS  # four codes each, of a word
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
@@ -120,29 +122,29 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
                 minimum_unit = tl.load(minimum_units + unit, mask=given, other=0.0).to(tl.float32)
         for group in tl.static_range(GROUPS):
             at = (block * GROUPS + group) * TILE_ROWS + places
-            by = tl.load(scales + at, mask=given, other=0).to(tl.float32)
+            by = _as_floats(tl.load(scales + at, mask=given, other=0))
             if HAS_UNITS:
                 by *= scale_unit
             offset = by * -CENTRE
             if HAS_MINIMA:
-                minimum = tl.load(minima + at, mask=given, other=0).to(tl.float32)
+                minimum = _as_floats(tl.load(minima + at, mask=given, other=0))
                 if HAS_UNITS:
                     minimum *= minimum_unit
                 offset += minimum
             added = ()
             for m in tl.static_range(COUNT):
                 own_block = x_rows[m] + block
-                total = tl.zeros([STEP, ROWS], tl.int32)
-                for place in tl.static_range(2 * PAIRS * group, 2 * PAIRS * (group + 1), 2):
-                    eight = tl.load(codes + own_block * 4 + place // 2, mask=given, other=0)
-                    four = _four_codes(packed[place // PARTS], place % PARTS, BITS, LOW, HIGH, IS_INTERPRETED)
-                    total = _dot(four, eight.to(tl.int32), total, LOW != 0, IS_INTERPRETED)
-                    four = _four_codes(
-                        packed[(place + 1) // PARTS], (place + 1) % PARTS, BITS, LOW, HIGH, IS_INTERPRETED
-                    )
-                    total = _dot(four, (eight >> 32).to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                total = tl.full([STEP, ROWS], START, tl.int32)
+                for pair in tl.static_range(4):  # of places
+                    eight = tl.load(codes + own_block * 4 + pair, mask=given, other=0)
+                    if GROUPS == 1 or group == 0:
+                        four = _four_codes(packed, 2 * pair, BITS, FIRST, LOW, HIGH, IS_INTERPRETED)
+                        total = _dot(four, eight.to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                    if GROUPS == 1 or group == 1:
+                        four = _four_codes(packed, 2 * pair + 1, BITS, FIRST, LOW, HIGH, IS_INTERPRETED)
+                        total = _dot(four, (eight >> 32).to(tl.int32), total, LOW != 0, IS_INTERPRETED)
                 factor = tl.load(factors + own_block * 2, mask=given, other=0)
-                value = sums[m] + total.to(tl.float32) * by * _low(factor)
+                value = sums[m] + from_start(total) * by * _low(factor)
                 if HAS_MINIMA or CENTRE != 0:
                     if GROUPS == 1:
                         met = _high(factor)
@@ -165,7 +167,7 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
 
 
 @triton.jit
-def _row(own, place: tl.constexpr, leader, count, IS_EXPERT: tl.constexpr):
+def _row(own, place, leader, count, IS_EXPERT: tl.constexpr):
     """Return the number of a row, or of a block's pair; repeat one if there are fewer."""
     if IS_EXPERT:
         pair = tl.load(own + place)
@@ -173,6 +175,25 @@ def _row(own, place: tl.constexpr, leader, count, IS_EXPERT: tl.constexpr):
     else:
         row = tl.minimum(place, count - 1)
     return row.to(tl.int64)
+
+
+@triton.jit
+def _as_floats(values):
+    """Convert scales; those in 8 bits by their place in the mantissa of 2 ** 23, faster than conversions."""
+    if values.dtype == tl.uint8:
+        floats = (values.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif values.dtype == tl.int8:
+        bits = (values.to(tl.int32) & 255) ^ 0x4B000080
+        floats = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        floats = values.to(tl.float32)
+    return floats
+
+
+@triton.jit
+def from_start(total):
+    """Return a sum of integers that started at `START`, the bits of 1.5 * 2 ** 23, as a float."""
+    return total.to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
@@ -187,24 +208,44 @@ def _high(pair):
 
 @triton.jit
 def _four_codes(
-    word,
-    part: tl.constexpr,
+    packed,
+    place: tl.constexpr,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Return four codes of a word, or their numbers, in bytes; `Coding.shifts` draws the layout."""
+    """Return a place's codes, or their numbers, in bytes; `Coding.shifts` draws the layout.
+
+    Args:
+        packed: the words of a block.
+    """
+    SECOND: tl.constexpr = BITS - FIRST
+    word = packed[place * FIRST // 8]
+    part: tl.constexpr = place % (8 // FIRST)
     if BITS == 8:
         four = word
     elif LOW == 0:
-        four = (word >> (BITS * part)) & ((2**BITS - 1) * 0x01010101)
-    elif IS_INTERPRETED:
-        four = word & 0
-        for i in tl.static_range(4):
-            four |= (looked_up((word >> (16 * part + 4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
+        four = (word >> (FIRST * part)) & ((2**FIRST - 1) * 0x01010101)
+        if SECOND != 0:
+            above = packed[FIRST + place * SECOND // 8]
+            MASK: tl.constexpr = (2**SECOND - 1) << FIRST
+            UP: tl.constexpr = FIRST - place * SECOND % 8
+            four |= (above << UP if UP >= 0 else above >> -UP) & (MASK * 0x01010101)
     else:
-        half = word >> (16 * part)
+        four = numbers_of(word >> (16 * part), LOW, HIGH, IS_INTERPRETED)
+    return four
+
+
+@triton.jit
+def numbers_of(half, LOW: tl.constexpr, HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Return the numbers of four codes in the lower half of a word, in bytes."""
+    if IS_INTERPRETED:
+        four = half & 0
+        for i in tl.static_range(4):
+            four |= (looked_up((half >> (4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
+    else:
         four = tl.inline_asm_elementwise(
             _LOOK_UP,
             "=r,r,r,r,r,r,r",

@@ -1,4 +1,4 @@
-"""Matmuls of few rows with a matrix of 2, 4 or 8 bits, and dequantisation of its rows.
+"""Matmuls of few rows with a matrix of 2 to 8 bits, and dequantisation of its rows.
 
 With few rows, a matmul should take as long as reading the matrix. At the level "integers" inputs are rounded
 to 8 bits per block of 32, as on a CPU; at "exact" neither weights nor inputs are rounded.
@@ -14,6 +14,11 @@ import triton
 from torch import Tensor
 
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels.in_triton.integer_matrices import (
+    MATRIX_ROWS,
+    _multiply_matrices,
+    instructions,
+)
 from neo_desktop.engine.kernels.in_triton.integer_products import _multiply_integers, _round
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
 from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
@@ -23,6 +28,7 @@ from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
 )
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import (
+    BLOCK,
     MOST_ROWS,
     PIECE_BYTES,
     TILE_ROWS,
@@ -31,10 +37,10 @@ from neo_desktop.models.linear.grouped import (
     parts_of,
 )
 
-SLICED_ROWS = 128  # most rows in slices, if the GPU's cache is small
+SLICED_ROWS = 128  # most rows of inputs that packed weights are multiplied by, in slices.
 PLAIN_ROWS = 4  # most input rows without tensor cores, if the GPU has them.
-COUNTS = (1, 2, 4, 8, MOST_ROWS)  # of inputs, for which kernels with integers are compiled
-ROUNDED = 32  # inputs that share a scale
+COUNTS = (1, 2, 4, 8, 16, 64)  # of inputs, for which kernels with integers are compiled
+FEW = 4  # most inputs of integer dot products; more are multiplied on tensor cores.
 ROUNDED_BLOCKS = 16  # blocks per program
 ROWS = 16  # matrix rows per program.
 TILES_ROWS = 32  # matrix rows per program on tensor cores.
@@ -76,7 +82,13 @@ class Product:
         return triton.cdiv(self.rows, rows), 1 if self.pairs is None else len(self.pairs[1])
 
     def launch(
-        self, kernel: Any, inputs: Sequence[Tensor], strides: tuple[int, ...], rows: int, **constants: Any
+        self,
+        kernel: Any,
+        inputs: Sequence[Tensor],
+        strides: tuple[int, ...],
+        rows: int,
+        grid: tuple[int, int] | None = None,
+        **constants: Any,
     ) -> None:
         """Launch a kernel whose programs compute `rows` matrix rows each.
 
@@ -84,10 +96,11 @@ class Product:
 
         Args:
             strides: what follows the arguments that all kernels have.
+            grid: programs; None: tiles of matrix rows, then blocks of pairs.
         """
         bias = self.out if self.bias is None else self.bias
         pairs = (self.out, self.out, 1) if self.pairs is None else self.pairs
-        kernel[self.grid(rows)](
+        kernel[grid or self.grid(rows)](
             *inputs,
             *_pointers(self.weight),
             bias,
@@ -113,8 +126,9 @@ def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, 
     if len(x) > sliced_rows(out.device):
         multiply_many(x, weights, bias, out, dequantise)
         return
-    for first in range(0, len(x), MOST_ROWS):
-        rows = slice(first, first + MOST_ROWS)
+    step = SLICED_ROWS if multiplies_integers() else MOST_ROWS
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
         _multiply_few(x[rows], weights, bias, out[rows])
 
 
@@ -124,7 +138,9 @@ def _multiply_few(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, ou
         assert x.shape[1] == weight.columns
         product = Product(weight, offset, weight.rows, target, len(x))
         if isinstance(inputs, Rounded):
-            _multiply_by_integers(inputs, product, next(each for each in COUNTS if len(x) <= each))
+            _multiply_by_integers(
+                inputs, product, next((each for each in COUNTS if len(x) <= each), COUNTS[-1])
+            )
         elif len(x) > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
             _multiply_in_tiles(inputs, product, MOST_ROWS)
         else:
@@ -151,7 +167,7 @@ def multiply_pairs(
         bias: [experts * rows]
         rows: Matrix rows per expert, a multiple of 64.
         ids: [pairs] int32: the pairs' experts.
-        blocks: [blocks, count] int32: pairs; count is 1, 4, 8 or 16.
+        blocks: [blocks, count] int32: pairs; count is 1, 4, 8, 16 or 64.
         out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
     count = blocks.shape[1]
@@ -179,7 +195,7 @@ def rounded(x: Tensor) -> Rounded:
     """Round rows; columns are a multiple of 32."""
     rows, columns = x.shape
     assert x.stride(1) == 1
-    blocks = columns // ROUNDED
+    blocks = columns // BLOCK
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     factors = torch.empty(rows, blocks, 4, dtype=torch.float32, device=x.device)
     _round[rows, triton.cdiv(blocks, ROUNDED_BLOCKS)](
@@ -190,34 +206,59 @@ def rounded(x: Tensor) -> Rounded:
 
 def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
     """Multiply rounded inputs; `most`: the rows that the kernel is compiled for."""
+    inputs = x.codes.view(torch.int64), x.factors.view(torch.int64)
+    sizes = (x.codes.shape[1] // BLOCK,)
+    is_interpreted = bool(triton.knobs.runtime.interpret)
+    device = product.out.device
+    if most > FEW:
+        coding = product.weight.coding
+        tiles, blocks = product.grid(MATRIX_ROWS)
+        # Programs of the same matrix rows are neighbours, so that these rows are read from memory once.
+        grid = (blocks if product.pairs else triton.cdiv(product.count, most)), tiles
+        warps = 8 if grid[0] * grid[1] < 4 * _num_sms(device) else 4
+        multiply = instructions(
+            is_signed=bool(coding.table), is_whole=coding.group == BLOCK, has_large=has_tensor_cores(device)
+        )
+        product.launch(
+            _multiply_matrices,
+            inputs,
+            sizes,
+            MATRIX_ROWS,
+            grid,
+            COUNT=most,
+            WARPS=warps,
+            MULTIPLY=multiply,
+            IS_INTERPRETED=is_interpreted,
+            num_warps=warps,
+        )
+        return
     grid = product.grid(ROWS)
-    programs_per_sm = grid[0] * grid[1] / _num_sms(product.out.device)
+    programs_per_sm = grid[0] * grid[1] / _num_sms(device)
     step, num_warps = 32, 4  # chosen on an H200: few programs need more threads each
     if most == 1 and programs_per_sm < 4:
         step, num_warps = 128, 8
-    elif most < MOST_ROWS and programs_per_sm <= 2:
+    elif programs_per_sm <= 2:
         step, num_warps = 64, 8
     product.launch(
         _multiply_integers,
-        (x.codes.view(torch.int64), x.factors.view(torch.int64)),
-        (x.codes.shape[1] // ROUNDED,),
+        inputs,
+        sizes,
         ROWS,
         COUNT=most,
         STEP=step,
-        IS_INTERPRETED=bool(triton.knobs.runtime.interpret),
+        IS_INTERPRETED=is_interpreted,
         num_warps=num_warps,
     )
 
 
 def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
-    columns, group = product.weight.columns, product.weight.coding.group
-    sizes = columns // group, _stride(x)
-    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // group}
+    sizes = product.weight.columns // BLOCK, _stride(x)
+    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // product.weight.coding.group}
     product.launch(_multiply_tiles, (x,), sizes, TILES_ROWS, **steps, num_stages=3, num_warps=NUM_WARPS)
 
 
 def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
-    sizes = product.weight.words.shape[1], _stride(x) * x.element_size() // 8
+    sizes = product.weight.columns // BLOCK, _stride(x) * x.element_size() // 8
     inputs = (x.view(torch.int64),)
     product.launch(_multiply_plain, inputs, sizes, ROWS, COUNT=most, STEP=STEP_WORDS, num_warps=NUM_WARPS)
 
@@ -229,16 +270,22 @@ def _stride(x: Tensor) -> int:
     return stride
 
 
-@cache
 def sliced_rows(device: torch.device) -> int:
-    """Return the most rows that are cheaper to multiply in slices than with a dequantised matrix.
+    """Return the most rows that meet packed weights; more rows meet a dequantised matrix.
 
     That matrix passes through memory, unless a piece fits into the second-level cache.
     """
+    if multiplies_integers() or _has_small_cache(device):
+        return SLICED_ROWS
+    return 2 * MOST_ROWS if device.type == "cuda" else MOST_ROWS
+
+
+@cache
+def _has_small_cache(device: torch.device) -> bool:
     if device.type != "cuda":
-        return MOST_ROWS
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return SLICED_ROWS if cache_bytes < PIECE_BYTES else 2 * MOST_ROWS
+        return False
+    cache_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return cache_bytes < PIECE_BYTES
 
 
 @cache
@@ -261,11 +308,11 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
         rows if is_first else 0,
         out,
         len(out),
-        weight.words.shape[1],
+        weight.columns // BLOCK,
         IS_FIRST=is_first,
         **_constants(weight),
         ROWS=ROWS,
-        STEP=STEP_COLUMNS // weight.per_word,
+        STEP=STEP_COLUMNS // BLOCK,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -282,6 +329,7 @@ def _constants(weight: Grouped) -> dict[str, int]:
     table = bytes(number % 256 for number in coding.table)
     return {
         "BITS": coding.bits,
+        "FIRST": coding.planes[0],
         "CENTRE": coding.centre,
         "LOW": int.from_bytes(table[:8], "little", signed=True),
         "HIGH": int.from_bytes(table[8:], "little", signed=True),

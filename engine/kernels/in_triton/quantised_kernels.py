@@ -26,8 +26,7 @@ _VARYING = (
     "out",
     "count",
     "rows",
-    "words_per_row",
-    "groups_per_row",
+    "blocks_per_row",
     "out_stride",
 )
 
@@ -47,10 +46,11 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     out,
     count,
     rows,
-    words_per_row,
+    blocks_per_row,
     x_stride,
     out_stride,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
     CENTRE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -65,10 +65,11 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    PER_WORD: tl.constexpr = 32 // BITS
+    PLACES: tl.constexpr = 8 // FIRST  # of a word
+    GROUPS: tl.constexpr = 32 // GROUP  # of a block; a place with an odd number is in the second
     dtype: tl.constexpr = out.dtype.element_ty
     PER_LOAD: tl.constexpr = 64 // dtype.primitive_bitwidth
-    LOADS: tl.constexpr = PER_WORD // PER_LOAD
+    LOADS: tl.constexpr = 4 // PER_LOAD
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
     own = blocks + tl.program_id(1) * COUNT
@@ -88,81 +89,78 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
             x_rows = x_rows + (x + pair // per_row * x_stride,)
             out_rows = out_rows + (out + pair * out_stride,)
     places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
-    groups_per_row = words_per_row * PER_WORD // GROUP
-    words += tile * words_per_row * TILE_ROWS
-    scales += tile * groups_per_row * TILE_ROWS
-    minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
+    words += tile * blocks_per_row * (BITS * TILE_ROWS)
+    scales += tile * blocks_per_row * (GROUPS * TILE_ROWS)
+    minima += tile * blocks_per_row * (GROUPS * TILE_ROWS)
+    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    words_per_row = blocks_per_row * FIRST
 
     # The bits of 2.0 ** BITS, plus 0, which keeps the value in a register and saves an instruction.
     power = ((127 + BITS) << 23) + tl.program_id(2)
     sums = ()
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
-    column = tl.arange(0, STEP)[:, None]  # column of words
-    in_row = column < words_per_row
-    group = column // (GROUP // PER_WORD) * TILE_ROWS + places
-    packed = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
-    scale = tl.load(scales + group, mask=in_row, other=0)
-    minimum = tl.load(minima + group, mask=in_row, other=0) if HAS_MINIMA else scale
-    unit = column // (UNIT // PER_WORD) * TILE_ROWS + places
-    scale_unit = tl.load(scale_units + unit, mask=in_row, other=0.0) if HAS_UNITS else scale
-    minimum_unit = scale_unit
-    if HAS_UNITS and HAS_MINIMA:
-        minimum_unit = tl.load(minimum_units + unit, mask=in_row, other=0.0)
+    loaded = _load_words(
+        0, words_per_row, words, scales, minima, scale_units, minimum_units, places,
+        BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
+    )  # fmt: skip
     for start in range(0, words_per_row, STEP):
-        column = start + tl.arange(0, STEP)[:, None]
-        now = packed
-        by = scale.to(tl.float32)
-        offset = minimum.to(tl.float32)
-        if HAS_UNITS:
-            by *= scale_unit.to(tl.float32)
-            offset *= minimum_unit.to(tl.float32)
+        now, above, factors, offsets, unit, minimum_unit = loaded
+        column = start + tl.arange(0, STEP)[:, None]  # column of words
         in_row = column < words_per_row
-        after = column + STEP  # loaded during the computation of this step
-        in_after = after < words_per_row
-        group = after // (GROUP // PER_WORD) * TILE_ROWS + places
-        packed = tl.load(words + after * TILE_ROWS + places, mask=in_after, other=0)
-        scale = tl.load(scales + group, mask=in_after, other=0)
-        if HAS_MINIMA:
-            minimum = tl.load(minima + group, mask=in_after, other=0)
-        if HAS_UNITS:
-            unit = after // (UNIT // PER_WORD) * TILE_ROWS + places
-            scale_unit = tl.load(scale_units + unit, mask=in_after, other=0.0)
+        # loaded during the computation of this step
+        loaded = _load_words(
+            start + STEP, words_per_row, words, scales, minima, scale_units, minimum_units, places,
+            BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
+        )  # fmt: skip
+        block = column // FIRST
+        place = column % FIRST * PLACES
+        if FIRST < BITS:
+            _, position = _place_above(column % FIRST, BITS, FIRST)
+            above >>= position
+        for half in tl.static_range(GROUPS):
+            by = factors[half].to(tl.float32)
+            if HAS_UNITS:
+                by *= unit.to(tl.float32)
+            shift = -(2**BITS + CENTRE) * by
+            met = ()
+            for _ in tl.static_range(COUNT):
+                met = met + (tl.zeros([STEP, 1], tl.float32),)
+            for i in tl.static_range(half, PLACES, GROUPS):
+                four = block * (32 // PER_LOAD) + _first_column(place + i) // PER_LOAD
+                for load in tl.static_range(LOADS):
+                    inputs = ()
+                    for m in tl.static_range(COUNT):
+                        if IS_EXPERT:
+                            eights = x_rows[m] + four + load
+                        else:
+                            eights = x + tl.minimum(m, count - 1) * x_stride + four + load
+                        inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
+                    for j in tl.static_range(PER_LOAD):
+                        if LOW != 0:
+                            code = (now >> (16 * i + 4 * (load * PER_LOAD + j))) & 15
+                            number = looked_up(code, LOW, HIGH).to(tl.float32) * by
+                        else:
+                            number = (
+                                _code(now, above, i, load * PER_LOAD + j, power, BITS, FIRST) * by + shift
+                            )
+                        added = ()
+                        all_met = ()
+                        for m in tl.static_range(COUNT):
+                            one = _input(inputs[m], j, dtype)
+                            added = added + (sums[m] + one * number,)
+                            all_met = all_met + (met[m] + one,)
+                        sums = added
+                        met = all_met
             if HAS_MINIMA:
-                minimum_unit = tl.load(minimum_units + unit, mask=in_after, other=0.0)
-        shift = -(2**BITS + CENTRE) * by
-        met = ()
-        for _ in tl.static_range(COUNT):
-            met = met + (tl.zeros([STEP, 1], tl.float32),)
-        for load in tl.static_range(LOADS):
-            inputs = ()
-            for m in tl.static_range(COUNT):
-                if IS_EXPERT:
-                    eights = x_rows[m] + column * LOADS + load
-                else:
-                    eights = x + tl.minimum(m, count - 1) * x_stride + column * LOADS + load
-                inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
-            for i in tl.static_range(PER_LOAD):
-                if LOW != 0:
-                    code = (now >> (BITS * (load * PER_LOAD + i))) & 15
-                    number = looked_up(code, LOW, HIGH).to(tl.float32) * by
-                else:
-                    number = _code(now, load * PER_LOAD + i, power, BITS) * by + shift
+                offset = offsets[half].to(tl.float32)
+                if HAS_UNITS:
+                    offset *= minimum_unit.to(tl.float32)
                 added = ()
-                all_met = ()
                 for m in tl.static_range(COUNT):
-                    one = _input(inputs[m], i, dtype)
-                    added = added + (sums[m] + one * number,)
-                    all_met = all_met + (met[m] + one,)
+                    added = added + (sums[m] + met[m] * offset,)
                 sums = added
-                met = all_met
-        if HAS_MINIMA:
-            added = ()
-            for m in tl.static_range(COUNT):
-                added = added + (sums[m] + met[m] * offset,)
-            sums = added
 
     row = first + tl.arange(0, ROWS)
     in_rows = row < rows
@@ -179,33 +177,128 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
 
 
 @triton.jit
-def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
-    """Return 2 ** BITS plus the code at a position in a word, as a float."""
-    UP: tl.constexpr = 23 - BITS - (place % 4 * 8 + place // 4 * BITS)
-    if UP >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
-        moved = packed << UP
+def _load_words(
+    start,
+    words_per_row,
+    words,
+    scales,
+    minima,
+    scale_units,
+    minimum_units,
+    places,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Load words of both planes, and the scales and minima of their groups."""
+    SECOND: tl.constexpr = BITS - FIRST
+    GROUPS: tl.constexpr = 32 // GROUP
+    column = start + tl.arange(0, STEP)[:, None]
+    in_row = column < words_per_row
+    block = column // FIRST
+    if SECOND == 0:
+        now = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
+        above = now
     else:
-        moved = packed >> -UP
-    return ((moved & ((2**BITS - 1) << (23 - BITS))) | power).to(tl.float32, bitcast=True)
+        now = tl.load(words + (block * BITS + column % FIRST) * TILE_ROWS + places, mask=in_row, other=0)
+        word, _ = _place_above(column % FIRST, BITS, FIRST)
+        above = tl.load(words + (block * BITS + word) * TILE_ROWS + places, mask=in_row, other=0)
+    factors = ()
+    offsets = ()
+    scale = now
+    for half in tl.static_range(GROUPS):
+        group = (block * GROUPS + half) * TILE_ROWS + places
+        scale = tl.load(scales + group, mask=in_row, other=0)
+        factors = factors + (scale,)
+        if HAS_MINIMA:
+            offsets = offsets + (tl.load(minima + group, mask=in_row, other=0),)
+        else:
+            offsets = offsets + (scale,)
+    at = block // (UNIT // 32) * TILE_ROWS + places
+    unit = scale
+    minimum_unit = scale
+    if HAS_UNITS:
+        unit = tl.load(scale_units + at, mask=in_row, other=0.0)
+        minimum_unit = unit
+        if HAS_MINIMA:
+            minimum_unit = tl.load(minimum_units + at, mask=in_row, other=0.0)
+    return now, above, factors, offsets, unit, minimum_unit
 
 
 @triton.jit
-def _shifts(BITS: tl.constexpr, LOW: tl.constexpr):
-    place = tl.arange(0, 32 // BITS)
-    shifts = place % 4 * 8 + place // 4 * BITS
-    if LOW != 0:
-        shifts = BITS * place
-    return shifts
+def _first_column(place):
+    """Return the first column of a place of a block; see `models.linear.grouped`."""
+    return place % 2 * 16 + place // 2 * 4
 
 
 @triton.jit
-def _numbers(codes, BITS: tl.constexpr, CENTRE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Return the floats of codes in the lowest bits."""
-    codes &= 2**BITS - 1
-    numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
+def _code(
+    first,
+    second,
+    place: tl.constexpr,
+    number: tl.constexpr,
+    power,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Return 2 ** BITS plus a place's code, as a float."""
+    bits = _moved(first, 23 - BITS - (8 * number + FIRST * place)) & ((2**FIRST - 1) << (23 - BITS))
+    if FIRST < BITS:
+        SECOND: tl.constexpr = BITS - FIRST
+        high = _moved(second, 23 - SECOND - (8 * number + SECOND * place))
+        bits |= high & ((2**SECOND - 1) << (23 - SECOND))
+    return (bits | power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _moved(word, up: tl.constexpr):
+    if up >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
+        moved = word << up
+    else:
+        moved = word >> -up
+    return moved
+
+
+@triton.jit
+def _numbers(
+    words,
+    above,
+    place,
+    number,
+    BITS: tl.constexpr,
+    FIRST: tl.constexpr,
+    CENTRE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Return the floats of codes.
+
+    Args:
+        place: of a word of the first plane.
+        number: of a place's four codes.
+    """
     if LOW != 0:
+        codes = (words >> (16 * place + 4 * number)) & 15
         numbers = looked_up(codes, LOW, HIGH).to(tl.float32)
+    else:
+        codes = (words >> (FIRST * place + 8 * number)) & (2**FIRST - 1)
+        if FIRST < BITS:
+            SECOND: tl.constexpr = BITS - FIRST
+            codes |= ((above >> (SECOND * place + 8 * number)) & (2**SECOND - 1)) << FIRST
+        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
     return numbers
+
+
+@triton.jit
+def _place_above(word, BITS: tl.constexpr, FIRST: tl.constexpr):
+    """Return the word of the second plane with the codes of a block's word, and the first code's position."""
+    bits = word * (8 // FIRST * (BITS - FIRST))
+    return FIRST + bits // 8, bits % 8
 
 
 @triton.jit
@@ -242,10 +335,11 @@ def _multiply_tiles(  # noqa: PLR0915
     out,
     count,
     rows,
-    groups_per_row,
+    blocks_per_row,
     x_stride,
     out_stride,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
     CENTRE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -260,8 +354,8 @@ def _multiply_tiles(  # noqa: PLR0915
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    PER_WORD: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = GROUP // PER_WORD
+    GROUPS: tl.constexpr = 32 // GROUP  # of a block; a place with an odd number is in the second
+    PER_WORD: tl.constexpr = GROUP // FIRST  # codes of a group in a word of the first plane
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
@@ -282,25 +376,34 @@ def _multiply_tiles(  # noqa: PLR0915
         is_token = pair >= 0
         out_row = tl.maximum(pair, 0).to(tl.int64)
         x_row = out_row // per_row
-    words += tile * groups_per_row * WORDS * TILE_ROWS
+    words += tile * blocks_per_row * (BITS * TILE_ROWS)
+    groups_per_row = blocks_per_row * GROUPS
     scales += tile * groups_per_row * TILE_ROWS
     minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    x_rows = x + x_row[None, :, None] * x_stride + tl.arange(0, GROUP)[None, None, :]
+    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    # Codes of a group in the order of places; with two groups, a place has every other column of four.
+    number = tl.arange(0, GROUP)
+    column = number if GROUPS == 2 else number // 4 % 2 * 16 + number // 8 * 4 + number % 4
+    x_rows = x + x_row[None, :, None] * x_stride + column[None, None, :]
+    code = tl.arange(0, PER_WORD)[None, None, :, None]
+    word = tl.arange(0, FIRST)[None, :, None, None]
 
     sums = tl.zeros([STEP, COUNT, ROWS], tl.float32)  # a warp computes a group
     for start in range(0, groups_per_row, STEP):
         group = start + tl.arange(0, STEP)
         in_row = group < groups_per_row
-        word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        packed = tl.load(
-            words + word[:, :, None, None] * TILE_ROWS + places[None, None, None, :],
-            mask=in_row[:, None, None, None],
-            other=0,
-        )
-        shifts = _shifts(BITS, LOW)[None, None, :, None]
-        numbers = _numbers(packed >> shifts, BITS, CENTRE, LOW, HIGH).to(dtype).reshape(STEP, GROUP, ROWS)
+        block = (group // GROUPS)[:, None, None, None]
+        mask = in_row[:, None, None, None]
+        own_rows = words + places[None, None, None, :]
+        packed = tl.load(own_rows + (block * BITS + word) * TILE_ROWS, mask=mask, other=0)
+        above = packed
+        if FIRST < BITS:
+            other, position = _place_above(word, BITS, FIRST)
+            above = tl.load(own_rows + (block * BITS + other) * TILE_ROWS, mask=mask, other=0) >> position
+        place = code // 4 * GROUPS + (group % GROUPS)[:, None, None, None]
+        numbers = _numbers(packed, above, place, code % 4, BITS, FIRST, CENTRE, LOW, HIGH)
+        numbers = numbers.to(dtype).reshape(STEP, GROUP, ROWS)
         given = in_row[:, None, None] & is_token[None, :, None]
         inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
         by = group[:, None] * TILE_ROWS + places[None, :]
@@ -321,7 +424,7 @@ def _multiply_tiles(  # noqa: PLR0915
     tl.store(into, total.to(dtype), mask=is_token[:, None] & in_rows[None, :])
 
 
-@triton.jit(do_not_specialize=("rows", "count", "words_per_row"))
+@triton.jit(do_not_specialize=("rows", "count", "blocks_per_row"))
 def _dequantise(
     words,
     scales,
@@ -332,9 +435,10 @@ def _dequantise(
     first,
     out,
     count,
-    words_per_row,
+    blocks_per_row,
     IS_FIRST: tl.constexpr,
     BITS: tl.constexpr,
+    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
     CENTRE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
@@ -346,7 +450,7 @@ def _dequantise(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    PER_WORD: tl.constexpr = 32 // BITS
+    GROUPS: tl.constexpr = 32 // GROUP
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if IS_FIRST:
         begin = first + tl.program_id(0) * ROWS
@@ -356,19 +460,30 @@ def _dequantise(
         row = tl.load(rows + index, mask=index < count, other=0)[None, None, :]
         tile = (row // TILE_ROWS).to(tl.int64)
         place = row % TILE_ROWS
-    column = tl.program_id(1) * STEP + tl.arange(0, STEP)[:, None, None]  # column of words
-    in_row = column < words_per_row  # unneeded rows need no mask, since tiles are complete
-    group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
-    packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
-    group = group * TILE_ROWS + place
-    unit = tile * (words_per_row * PER_WORD // UNIT) + column // (UNIT // PER_WORD)
+    # Unneeded rows need no mask, since tiles are complete.
+    block = tl.program_id(1) * STEP + tl.arange(0, STEP * FIRST)[:, None, None] // FIRST
+    word = tl.arange(0, STEP * FIRST)[:, None, None] % FIRST
+    code = tl.arange(0, 32 // FIRST)[None, :, None]
+    mask = block < blocks_per_row
+    own_rows = words + tile * blocks_per_row * (BITS * TILE_ROWS) + place
+    packed = tl.load(own_rows + (block * BITS + word) * TILE_ROWS, mask=mask, other=0)
+    above = packed
+    if FIRST < BITS:
+        other, position = _place_above(word, BITS, FIRST)
+        above = tl.load(own_rows + (block * BITS + other) * TILE_ROWS, mask=mask, other=0) >> position
+    numbers = _numbers(packed, above, code // 4, code % 4, BITS, FIRST, CENTRE, LOW, HIGH)
+    numbers = numbers.reshape(STEP, 4, 2, 4, ROWS).permute(0, 2, 1, 3, 4).reshape(STEP * GROUPS, GROUP, ROWS)
+
+    group = tl.program_id(1) * STEP * GROUPS + tl.arange(0, STEP * GROUPS)[:, None, None]
+    mask = group < blocks_per_row * GROUPS
+    by = (tile * blocks_per_row * GROUPS + group) * TILE_ROWS + place
+    unit = tile * (blocks_per_row * 32 // UNIT) + group // (UNIT // GROUP)
     unit = unit * TILE_ROWS + place
-    scale = _scale(scales + group, scale_units + unit, in_row, HAS_UNITS)
-    numbers = _numbers(packed >> _shifts(BITS, LOW)[None, :, None], BITS, CENTRE, LOW, HIGH) * scale
+    numbers *= _scale(scales + by, scale_units + unit, mask, HAS_UNITS)
     if HAS_MINIMA:
-        numbers += _scale(minima + group, minimum_units + unit, in_row, HAS_UNITS)
-    lines = numbers.to(out.dtype.element_ty).reshape(STEP * PER_WORD, ROWS).trans()
-    columns = words_per_row * PER_WORD
-    in_line = tl.program_id(1) * STEP * PER_WORD + tl.arange(0, STEP * PER_WORD)[None, :]
+        numbers += _scale(minima + by, minimum_units + unit, mask, HAS_UNITS)
+    lines = numbers.to(out.dtype.element_ty).reshape(STEP * 32, ROWS).trans()
+    columns = blocks_per_row * 32
+    in_line = tl.program_id(1) * STEP * 32 + tl.arange(0, STEP * 32)[None, :]
     into = out + index.to(tl.int64)[:, None] * columns + in_line
     tl.store(into, lines, mask=(index < count)[:, None] & (in_line < columns))

@@ -3,6 +3,8 @@
 A register of an 8 x 8 matrix holds one lane's two neighbouring 16-bit numbers: lane 4 * row + column / 2.
 """
 
+import re
+
 import numpy as np
 
 from .memory import check_alignment
@@ -64,19 +66,19 @@ def store_matrices(threads: Threads, instruction: Instruction) -> None:
 
 
 def multiply_matrices(threads: Threads, instruction: Instruction) -> None:
-    """Compute d = a b + c for a [16, k], b [k, 8] and float32 or int32 c, by one sum in float64.
+    """Compute d = a b + c for a [16, k] or [8, k], b [k, 8] and float32 or int32 c, by one sum in float64.
 
     A lane's registers hold neighbouring numbers of a's rows and b's columns.
     """
     shape, *layouts, result, of_a, of_b, of_c = instruction.parts[3:]
     assert (layouts, result) == (["row", "col"], of_c), instruction
     assert result in ("f32", "s32"), instruction
-    assert shape.startswith("m16n8k"), instruction
-    k = int(shape.removeprefix("m16n8k"))
+    rows, _, k = (int(size) for size in re.split("[mnk]", shape)[1:])
+    assert shape in (f"m16n8k{k}", "m8n8k16"), instruction
     into, *sources = (_listed(each) for each in instruction.operands)
     warps = threads.whole_warps()
     registers = [np.stack([threads.by_warp(name, warps) for name in names], 1) for names in sources]
-    a = np.zeros((len(warps), 16, k))
+    a = np.zeros((len(warps), rows, k))
     b = np.zeros((len(warps), k, 8))
     c = FORMATS[result].numbers(registers[2])
     for place in range(registers[0].shape[1]):
