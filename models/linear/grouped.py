@@ -146,7 +146,7 @@ def _packed(codes: Tensor, coding: Coding) -> Tensor:
 
 def _unpacked(words: Tensor, coding: Coding) -> Tensor:
     """Return the codes `[rows, columns]` int32 of words `[rows, blocks * bits]`."""
-    planes = torch.unflatten(words, 1, (-1, coding.bits)).split(coding.planes, 2)
+    planes = torch.split(torch.unflatten(words, 1, (-1, coding.bits)), list(coding.planes), 2)
     places, below = torch.zeros((), dtype=torch.int32, device=words.device), 0
     for plane, part in zip(coding.planes, planes, strict=True):
         shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=words.device)

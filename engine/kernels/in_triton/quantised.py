@@ -253,8 +253,16 @@ def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
 
 def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
     sizes = product.weight.columns // BLOCK, _stride(x)
-    steps = {"COUNT": most, "STEP": STEP_COLUMNS_TILES // product.weight.coding.group}
-    product.launch(_multiply_tiles, (x,), sizes, TILES_ROWS, **steps, num_stages=3, num_warps=NUM_WARPS)
+    product.launch(
+        _multiply_tiles,
+        (x,),
+        sizes,
+        TILES_ROWS,
+        COUNT=most,
+        STEP=STEP_COLUMNS_TILES // product.weight.coding.group,
+        num_stages=3,
+        num_warps=NUM_WARPS,
+    )
 
 
 def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
