@@ -35,6 +35,7 @@ class WeightTimes(NamedTuple):
 
     ms: float
     host_ms: float  # the part in which the CPU computes
+    streamed_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +230,13 @@ def weight_times(
     alike: dict[tuple[Sizes, int], int] = defaultdict(int)
     for name, sizes in matrices.items():
         alike[sizes, plan.resident_rows[name]] += 1
-    ms = host_ms = 0.0
+    ms = host_ms = streamed = 0.0
     for (sizes, resident), count in alike.items():
         time = product_time(rates, sizes, resident, rows, share)
         ms += count * time.ms
         host_ms += count * time.host_ms
-    return WeightTimes(ms, host_ms)
+        streamed += count * time.streamed_share * (1 - resident / sizes.rows) * sizes.host_bytes
+    return WeightTimes(ms, host_ms, streamed)
 
 
 def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:
