@@ -35,9 +35,11 @@ def rows(card: str, model: str) -> Iterator[tuple[str, ...]]:
     """Yield a row per kind of router; none if the model's experts cannot move on this card."""
     config, form = MODELS[model]
     found = chat_rate(card, config, form, CHAT_TOKENS)
-    if found is None or found[1] is None or found[1].moves is None:
+    if found is None:
         return
     rate, plan = found
+    if plan is None or plan.moves is None:
+        return
     gpu = get_gpu(card)
     rates = machine_rates(gpu, replace(get_host(gpu.host), memory_bytes=CARD_HOST_GIB * GIB), config)
     experts = slotted_experts(config, form, layer_matrices(config, form, config.dtype), plan)

@@ -34,7 +34,7 @@ class Coding:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Bits per code of each plane of words, the lowest bits of codes first."""
+        """Bits per code in every plane of words, the lowest bits first."""
         low = next(low for low in (8, 4, 2) if low <= self.bits)
         return (low, self.bits - low) if self.bits > low else (low,)
 

@@ -317,7 +317,8 @@ def per_1000_weights(kernel: str, compiled: Any, loop: int, all_instructions: in
     blocks_at_once = constant("STEP" if kernel == "_multiply_integers" else "WARPS")
     turns = COLUMNS // 32 / blocks_at_once
     weights = constant("ROWS") * COLUMNS / (32 * compiled.metadata.num_warps)
-    return round(1000 * (turns * loop + all_instructions - loop) / weights)
+    count: int = round(1000 * (turns * loop + all_instructions - loop) / weights)
+    return count
 
 
 def compile_part(part: int, num_parts: int, only: str) -> Iterator[Compiled]:

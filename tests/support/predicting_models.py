@@ -93,8 +93,8 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
         stored[f"{names['layer']}.embed_tokens.weight"] = main.get_input_embeddings().weight.detach().clone()
         stored[f"{names['layer']}.shared_head.head.weight"] = main.lm_head.weight.detach().clone()
     save_file(tensors | stored, folder / "model.safetensors", {"format": "pt"})
-    norms = [norm_like(one_layer, own[name]) for name in ("enorm", "hnorm")]
-    return Reference(main, one_layer, *norms, own["eh_proj"])
+    enorm, hnorm = norm_like(one_layer, own["enorm"]), norm_like(one_layer, own["hnorm"])
+    return Reference(main, one_layer, enorm, hnorm, own["eh_proj"])
 
 
 def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
@@ -122,14 +122,14 @@ def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
         kinds = [*settings["layer_types"], "full_attention"]
         metadata["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
     path, main = write_hybrid(folder, family, metadata=metadata, tensors=stored)
-    norms = [norm_like(one_layer, own[name]) for name in ("enorm", "hnorm")]
-    return path, Reference(main, one_layer, *norms, own["eh_proj"])
+    enorm, hnorm = norm_like(one_layer, own["enorm"]), norm_like(one_layer, own["hnorm"])
+    return path, Reference(main, one_layer, enorm, hnorm, own["eh_proj"])
 
 
 def norm_like(model: Any, weight: Tensor) -> nn.Module:
     """Return a norm of a model's kind with other weights."""
     norm: nn.Module = type(model.model.norm)(len(weight), eps=model.config.rms_norm_eps)
-    norm.weight.data.copy_(weight)  # type: ignore[union-attr,operator]
+    norm.weight.data.copy_(weight)  # type: ignore[operator]
     return norm
 
 

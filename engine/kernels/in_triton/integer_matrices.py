@@ -2,8 +2,8 @@
 
 It is written for single threads: in a tensor `[threads]` an element belongs to the thread with its number.
 Tensor cores multiply 16 rows by 32 columns, and four neighbouring threads hold a row's 32 bytes. Here thread
-`4 * quad + part` of a warp reads words of four neighbouring rows, 16 bytes at once, and of each row the
-places `2 * part` and `2 * part + 1` of a block (`models.linear.grouped`). So words become operands without
+`4 * quad + part` of a warp reads words of four neighbouring rows, 16 bytes at once: every row's places
+`2 * part` and `2 * part + 1` of a block (`models.linear.grouped`). So words become operands without
 leaving their thread. The inputs' codes have the same order; an instruction takes eight inputs. The warps of a
 program share out the blocks of columns.
 """
@@ -234,7 +234,7 @@ def _add_eight(
 
 @triton.jit
 def _input_row(own, place, leader, count, per_row, IS_EXPERT: tl.constexpr):
-    """Return the rows of inputs; the elements of all rows are fewer than 2 ** 31."""
+    """Return the rows of inputs, which have fewer than 2 ** 31 elements."""
     row = _row(own, place, leader, count, IS_EXPERT).to(tl.int32)
     if IS_EXPERT:
         row = row // per_row
