@@ -21,11 +21,8 @@ from neo_desktop.engine.kernels.in_triton.integer_matrices import (
 )
 from neo_desktop.engine.kernels.in_triton.integer_products import _multiply_integers, _round
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
-from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
-    _dequantise,
-    _multiply_plain,
-    _multiply_tiles,
-)
+from neo_desktop.engine.kernels.in_triton.quantised_kernels import _multiply_plain
+from neo_desktop.engine.kernels.in_triton.tile_kernels import _dequantise, _multiply_tiles
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import (
     BLOCK,
