@@ -5,7 +5,6 @@ Command line, Python API, self-test and profiler read the same fields. Heavy mod
 """
 
 import operator
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from math import inf
@@ -247,7 +246,6 @@ class EngineOptions:
         metavar="MS",
         least=0,
     )
-
     speculate: str = option(
         "auto",
         "Verify drafts of the next tokens, several at once, where that is predicted to be faster; "
@@ -363,10 +361,6 @@ def _text(value: object) -> str:
     return value
 
 
-def _path(value: Any) -> Path:
-    return Path(os.fspath(value))
-
-
 def _whole(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
@@ -383,9 +377,9 @@ def _number(value: object) -> float:
 
 
 # (type of an option, converter, words for the error); the first match is used.
-_CONVERTERS = (
+_CONVERTERS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     (str, _text, "text"),
-    (Path, _path, "a path"),
+    (Path, Path, "a path"),
     (int, _whole, "a whole number"),
     (float, _number, "a number"),
 )
