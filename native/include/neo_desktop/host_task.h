@@ -29,7 +29,8 @@ class HostTask {
   // Runs a step in which the task takes part, on at least one thread.
   virtual void run(size_t turn, int num_threads, Isa isa) const = 0;
 
-  // Checks block tables and context lengths, which may change between iterations. Throws std::invalid_argument.
+  // Checks block tables and context lengths, which may change between iterations. Throws
+  // std::invalid_argument.
   virtual void check() const {}
 
   // True if the task has work in a turn; otherwise its flags are ignored.
