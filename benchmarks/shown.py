@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from neo_desktop.app.commands.terminal import stdout
@@ -20,7 +21,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
         table.add_column(column, justify="right" if number else "left", no_wrap=not number)
     for row in rows:
         table.add_row(*map(str, row))
-    stdout.print(table, highlight=False)
+    console = stdout if stdout.is_terminal else Console(width=200)
+    console.print(table, highlight=False)
 
 
 def model_arguments(description: str | None) -> argparse.ArgumentParser:

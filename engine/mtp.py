@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from neo_desktop.engine.cuda.errors import is_short_of_memory
+from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.drafting import (
     MOST_REQUESTS,
     charged,
@@ -118,15 +118,15 @@ class MtpDrafting:
         """Load the layer beside the loaded model, and measure it; None: it is not used.
 
         Raises:
-            ModelError, MemoryError, RuntimeError: it cannot be used, and `speculate` is "mtp".
+            Exception: it cannot be used, and `speculate` is "mtp".
+            EngineLostError, RuntimeError: the GPU is lost.
         """
         if self._form is None:
             return None
         try:
             return self._attach(loaded, self._form)
-        except (ModelError, MemoryError, RuntimeError) as error:
-            is_known = isinstance(error, ModelError) or is_short_of_memory(error)
-            if not is_known or self.options.speculate == "mtp":
+        except Exception as error:  # any exception: the model works without the layer
+            if is_lost(error) or self.options.speculate == "mtp":
                 raise
             why = str(error)
         self.close()

@@ -213,7 +213,7 @@ def run_tests() -> None:
         print("tests: not run, since pytest is not installed")
         return
     for what in (["tests/kernels"], ["-m", "gpu", "tests/engine", "tests/graphs"]):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *what]
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", *what]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
 
 

@@ -69,6 +69,8 @@ class Prepared(NamedTuple):
 
 async def prepare(service: EngineService, conversation: Conversation) -> Prepared:
     """Write a conversation as its model's template does it."""
+    with blaming(conversation.field):
+        service.templates.check_count(conversation.messages)  # before any work per message
     if conversation.continues_last:
         _check_continued(conversation)
     texts, images, sign = taken_out(conversation.messages)

@@ -25,6 +25,7 @@ from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.ranks.driver import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype, model_path
+from neo_desktop.engine.mtp import MtpDrafting
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
@@ -119,7 +120,8 @@ class ModelLoader:
         self._process = None
         make: EngineMaker
         if self.runs_llamacpp(model):
-            make, load = LlamaCppRecipe(name, self._llamacpp_file(model), self.options), load_llamacpp
+            make = LlamaCppRecipe(name, self._llamacpp_file(model), self._options_of(model))
+            load = load_llamacpp
             has_process = self._wants_process is not False  # its end must not be this program's
         else:
             # A GPU that is lost later is an error, not a reason to use the CPU.
@@ -137,13 +139,16 @@ class ModelLoader:
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
         draft = None if self._draft is None else self._draft.path
         return replace(
-            self.options,
+            self._options_of(model),
             model=model.source,
             shape=model.shape,
             device=device.type,
             draft_model=draft,
-            mmproj=self.options.mmproj if model.name == self.catalogue.first else None,
         )
+
+    def _options_of(self, model: LocalModel) -> EngineOptions:
+        """Return the options without those that belong to the first model, if this is another."""
+        return self.options if model.name == self.catalogue.first else replace(self.options, mmproj=None)
 
     @cached_property
     def _draft(self) -> LocalModel | None:
@@ -162,7 +167,7 @@ class ModelLoader:
         )
 
     def _llamacpp_file(self, model: LocalModel) -> Path:
-        return check_llamacpp(model.path, self.options)
+        return check_llamacpp(model.path, self._options_of(model))
 
     @property
     def has_process(self) -> bool:
@@ -173,7 +178,7 @@ class ModelLoader:
 
     def check(self, model: LocalModel) -> None:
         """Check what can be known without taking memory; raises what loading the model would raise."""
-        options = self.options
+        options = self._options_of(model)
         if self.runs_llamacpp(model):
             self._llamacpp_file(model)
             return
@@ -182,14 +187,17 @@ class ModelLoader:
             open_streams(device, options.gpu_slice)
         config = model.config
         if config is None:  # the loader's own words
-            config = open_checkpoint(model.path).config()
+            config = open_checkpoint(model.path, options.mmproj).config()
         config_of_rank(config, Rank(0, options.tensor_parallel))
         check_gpus(options.tensor_parallel, device)
         choose_dtype(asked_dtype(options), config, device)
-        if model.shape is None:
-            open_checkpoint(model.path).tokenizer()
+        checkpoint = None if model.shape is not None else open_checkpoint(model.path, options.mmproj)
+        if checkpoint is not None:
+            checkpoint.tokenizer()
         if options.draft_model is not None:
-            Drafting(self._own_options(model, device))
+            Drafting(self._own_options(model, device), checkpoint)
+        elif options.speculate == "mtp":
+            MtpDrafting.of(self._own_options(model, device), checkpoint)
 
     def why_not(self, model: LocalModel) -> str | None:
         """Return why loading a model would fail, as far as it can be known; None: it would not."""

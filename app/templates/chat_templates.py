@@ -53,6 +53,13 @@ class ChatTemplates:
         for process in self._processes.values():
             await process.stop()
 
+    def check_count(self, messages: Sequence[object]) -> None:
+        """Raise ChatTemplateError if there are too many messages."""
+        if len(messages) > self._max_messages:
+            raise ChatTemplateError(
+                f"the chat has {len(messages)} messages, but {self._max_messages} is the limit"
+            )
+
     async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -70,10 +77,7 @@ class ChatTemplates:
 
         Raises ChatTemplateError: also if there are too many messages.
         """
-        if len(messages) > self._max_messages:
-            raise ChatTemplateError(
-                f"the chat has {len(messages)} messages, but {self._max_messages} is the limit"
-            )
+        self.check_count(messages)
         try:
             if shield is None:
                 shield = Shield(self._tokenizer.marks, messages, extra)

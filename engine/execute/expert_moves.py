@@ -27,6 +27,8 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.predict.expert_places import ExpertPlaces, Move
 from neo_desktop.models.expert_slots import ExpertSlots, LayerSlots
 
+REST = 500  # iterations without moves after one with moves failed, perhaps for lack of memory
+
 
 class ExpertMoves:
     """The moves of a model's experts, and what the device's table of places shows.
@@ -45,6 +47,7 @@ class ExpertMoves:
         expert_bytes = [layer.expert_bytes for layer in slots.layers]
         self._plan = ExpertPlaces(slots.slots, slots.num_slots, expert_bytes, slots.budget)
         self._moves: list[Move] = []  # of the last iteration, until it has succeeded
+        self._rest = 0  # iterations without moves to come
         self._chosen: NDArray[np.int32] | None = None  # [layers, any], of the last iteration that counted
         self._shown: int | None = None  # version of the device's table; None: unknown
         shape = len(slots.layers), sum(rows), per_token
@@ -75,8 +78,11 @@ class ExpertMoves:
             decides: The iteration streams no experts, and all its rows are logged.
         """
         plan = self._plan
-        plan.finish(self._moves, arrived=False)
-        self._moves = plan.moves() if decides else []
+        if self._moves:  # their iteration has failed
+            plan.finish(self._moves, arrived=False)
+            self._rest = REST
+        self._moves = plan.moves() if decides and not self._rest else []
+        self._rest = max(self._rest - 1, 0)
         if not np.array_equal(self._slots.slots, plan.slots):
             self._slots.place(plan.slots)
             self._shown = None

@@ -283,7 +283,8 @@ class OffloadedMatmuls:
         if moves is None:
             return None
         decides = all(
-            moves.log_of(index, count) and not self._expert_share(count) for index, count in counts.items()
+            moves.log_of(index, count) and not any(each.streamed for each in self.divided_moe(count).values())
+            for index, count in counts.items()
         )
         version = moves.version
         beside = moves.beside(rows, decides=decides)

@@ -82,7 +82,7 @@ def plan_memory(
         if forced is None or forced >= weights:
             return None
         placed = plan_weights(config, form, dtype, forced, rates())
-        return _with_moves(placed, config, form, dtype, rates(), free.host_bytes)
+        return _with_moves(placed, config, form, dtype, rates(), free.host_bytes - weights)
     memory = _Memory(config, form, dtype, device, options, rates, free)
     if forced is None:
         plan = memory.best_plan()

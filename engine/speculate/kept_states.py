@@ -91,8 +91,11 @@ class KeptStates:
 
     def keep(self, request: Request, position: int, states: FloatArray) -> None:
         """Keep hidden states [tokens, hidden] of tokens from a position on."""
+        if not self._most_requests:  # stopped while an iteration ran
+            return
         name, run = request.request_id, self._runs.get(request.request_id)
         if run is None or not run.is_of(request) or not run.first <= position <= run.end:
+            self._runs = {each: kept for each, kept in self._runs.items() if not kept.request.is_finished}
             self._runs[name] = Run(request, position, states)
             return
         if run.end - run.first >= 2 * self._most_tokens:  # nothing reads them

@@ -109,7 +109,8 @@ class MtpHead(DraftModel):
     def _free(self, names: Iterable[str]) -> None:
         for name in names:
             super()._free([name])
-            del self._runs[name]
+            run = self._runs.pop(name)
+            run.origin = run.first  # earlier hidden states are gone
 
 
 def _given(start: int, hidden: FloatArray) -> ImageRows:

@@ -70,7 +70,15 @@ class GGUFCheckpoint:
         return model_name(self.path)
 
     def config(self) -> ModelConfig:
-        return read_config(self.files, self.vocabulary, self.tower)
+        tower = self.tower
+        try:
+            return read_config(self.files, self.vocabulary, tower)
+        except ModelError as error:
+            if tower is None or self._mmproj is not None:
+                raise
+            config = read_config(self.files, self.vocabulary, None)
+            self._tower = str(error).rstrip(".")  # the text runs without it
+            return config
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer

@@ -13,7 +13,7 @@ from neo_desktop.models.gguf.family import Values
 from neo_desktop.models.gguf.tower_file import TowerFile
 from neo_desktop.models.gguf.tower_kinds import KINDS
 from neo_desktop.models.gguf.vocabulary import Vocabulary
-from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, ModelError
 
 _ENDS = ".weight", ".bias", ".input_min", ".input_max", ".output_min", ".output_max"
 _UP, _DOWN = ".ffn_up.", ".ffn_down."
@@ -160,7 +160,7 @@ def find_tower(model: Path, architecture: str, hidden_size: int, given: Path | N
         if not given.is_file():
             raise ModelError(f"{given} does not exist: name the model's mmproj file.")
         if not _can_see():
-            raise ModelError(f"{given} needs neo-desktop[transformers]: install it, or leave mmproj out.")
+            raise ModelError(f"{given} needs transformers: {INSTALL_TRANSFORMERS}, or leave mmproj out.")
         return Tower(given, architecture, hidden_size)
     if not any(architecture in kind.models for kind in KINDS.values()):
         return f"images of {architecture} GGUF files are not supported; its original folder may read them"
@@ -171,7 +171,7 @@ def find_tower(model: Path, architecture: str, hidden_size: int, given: Path | N
         except ModelError as error:
             reason = str(error).rstrip(".")
             continue
-        return tower if _can_see() else "install neo-desktop[transformers] for images"
+        return tower if _can_see() else f"{INSTALL_TRANSFORMERS} lets it see images"
     return reason
 
 

@@ -14,6 +14,7 @@ These operators use torch; `engine.kernels` has faster ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -132,12 +133,18 @@ class Grouped:
         return scales, product(self.minima, self.minimum_units)
 
 
+@cache
+def _shifts(coding: Coding, plane: int, device: torch.device) -> Tensor:
+    """Return `Coding.shifts` on a device; a copy per call would block the launching thread."""
+    return torch.tensor(coding.shifts(plane), dtype=torch.int32, device=device)
+
+
 def _packed(codes: Tensor, coding: Coding) -> Tensor:
     """Pack codes `[rows, blocks, 32]` uint8 into words `[rows, blocks, bits]`."""
     places = torch.unflatten(codes, 2, (2, 4, 4)).transpose(2, 3).flatten(2, 3).int()
     words, below = [], 0
     for plane in coding.planes:
-        shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=codes.device)
+        shifts = _shifts(coding, plane, codes.device)
         parts = torch.unflatten((places >> below) & (2**plane - 1), 2, (plane, -1))
         words.append((parts << shifts).sum((3, 4), dtype=torch.int32))
         below += plane
@@ -149,7 +156,7 @@ def _unpacked(words: Tensor, coding: Coding) -> Tensor:
     planes = torch.split(torch.unflatten(words, 1, (-1, coding.bits)), list(coding.planes), 2)
     places, below = torch.zeros((), dtype=torch.int32, device=words.device), 0
     for plane, part in zip(coding.planes, planes, strict=True):
-        shifts = torch.tensor(coding.shifts(plane), dtype=torch.int32, device=words.device)
+        shifts = _shifts(coding, plane, words.device)
         codes = (part[:, :, :, None, None] >> shifts) & (2**plane - 1)
         places = places + (codes.flatten(2, 3) << below)
         below += plane

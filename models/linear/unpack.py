@@ -5,6 +5,7 @@ has a faster one.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -125,14 +126,26 @@ def regroup(packed: Tensor, target: Grouped, row: int) -> None:
     Args:
         packed: [bytes] uint8, on the target's device.
     """
-    layout, coding = LAYOUTS[target.type_name], target.coding
+    layout = LAYOUTS[target.type_name]
     units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)
+    for piece in torch.split(units, max(AT_ONCE // (TILE_ROWS * target.columns), 1)):
+        _regroup(piece, target, row)
+        row += len(piece) * TILE_ROWS
+
+
+@cache
+def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers on a device; a copy per call would block the launching thread."""
+    return torch.tensor(values, dtype=torch.int8, device=device)
+
+
+def _regroup(units: Tensor, target: Grouped, row: int) -> None:
+    layout, coding = LAYOUTS[target.type_name], target.coding
     header = units[..., : layout.header_bytes].contiguous().view(layout.scale_dtype)
     blocks = torch.unflatten(units[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
     codes = _stored_codes(layout, blocks[..., layout.scale_bytes :])
     if coding.table and layout.bits == 8:
-        values = torch.tensor(coding.table, dtype=torch.int8, device=packed.device)
-        codes = torch.searchsorted(values, codes.contiguous())
+        codes = torch.searchsorted(_table(coding.table, units.device), codes.contiguous())
     elif layout.bits == 8 or layout.offset != coding.centre:
         codes = codes.to(torch.int16) + (coding.centre - layout.offset)
     others = list(torch.split(header, TILE_ROWS, 2))  # [tiles, units, rows]

@@ -93,7 +93,10 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     deepstack.add_to(model)
     if source.predicts:
-        predicting.add_to(model)
+        try:
+            predicting.add_to(model)
+        except Exception as error:  # as above
+            raise not_made(source, config, error) from None
     return model.eval()
 
 

@@ -53,6 +53,7 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
 ) -> None:
     available = HostMemory(int(64 * GIB), int(free_gib * GIB), None)
     monkeypatch.setattr(run, "host_memory", lambda: available)
+    monkeypatch.setattr(run, "probe_bytes", lambda: 4096)
     monkeypatch.setattr(run.Host, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
     chosen, note = default_model("cpu")
     assert chosen == expected

@@ -47,6 +47,7 @@ def report(shares: list[float]) -> Report:
 @pytest.fixture
 def known_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure nothing between the suites."""
+    monkeypatch.setattr(run, "probe_bytes", lambda: 4096)
     monkeypatch.setattr(run.Host, "probe", lambda self: Probe(1.0, 1.0))
 
 

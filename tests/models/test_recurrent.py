@@ -117,10 +117,12 @@ class Failing:
         return fail  # type: ignore[return-value]
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["granite-4-h", "qwen3.5"])
 def test_iterations_that_fail_leave_states_as_they_were(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    family: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_of("granite-4-h")
+    folder = folder_of(family)
     with engine_of(folder, "gpu-only") as engine:
         executor = engine._iterations.executor
         failing = Failing(executor.start)

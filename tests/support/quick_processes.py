@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -99,7 +99,9 @@ class _Server:
             prctl(_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._link, [json.dumps(asdict(program)).encode()], streams)
-                return int(self._link.recv(64))
+                if not (number := self._link.recv(64)):
+                    raise RuntimeError("the forking server ended: its error is in the output above")
+                return int(number)
             finally:
                 prctl(_SUBREAPER, 0, 0, 0, 0)
 
@@ -224,6 +226,21 @@ def _server_of_worker() -> str:
     return f"{link.detach()} {server}"
 
 
+class _Forgetful:
+    """Drops modules that were skipped while they were imported: workers skip them with the reason."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if not report.passed:
+            for name, module in list(sys.modules.items()):
+                if getattr(module, "__file__", None) == str(collector.path):
+                    del sys.modules[name]
+        return report
+
+
 def main() -> None:
     """Run the server; in a child, run its program."""
     own_path = list(sys.path)
@@ -232,7 +249,9 @@ def main() -> None:
     if (collected := json.loads(sys.argv[2])) is not None:
         for name in _USED_BY_EXPORTS:
             __import__(name)
-        pytest.main([*collected, "-n0", "--collect-only", "-q"])
+        if pytest.main([*collected, "-n0", "--collect-only", "-q"], [_Forgetful()]):
+            # Start again without the tests: each worker reports the error.
+            os.execv(sys.executable, [sys.executable, "-P", __file__, sys.argv[1], "null"])
     sys.path[:] = own_path
     profile_briefly()
     assert threading.active_count() == 1, "threads do not survive a fork"
