@@ -23,10 +23,10 @@ from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
 _WRITTEN = {family.architecture for family in written.FAMILIES}
-ARCHITECTURES = {
-    family.architecture: name for name, family in FAMILIES.items() if family.architecture in _WRITTEN
-}
-ARCHITECTURES["MistralForCausalLM"] = ARCHITECTURES["MixtralForCausalLM"] = "llama"
+ARCHITECTURES: dict[str, str] = {"MistralForCausalLM": "llama", "MixtralForCausalLM": "llama"}
+for _name, _family in FAMILIES.items():
+    if _family.architecture in _WRITTEN:  # several names may stand for the same text
+        ARCHITECTURES.setdefault(_family.architecture, _name)
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # enum llama_ftype
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of tensors
 

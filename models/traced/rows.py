@@ -58,9 +58,11 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return True if torch says of an overload of the operator that it computes single elements."""
+    """Return True if torch calls the operator, or an overload without dimensions, pointwise."""
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
     packet: Any = getattr(node.target, "overloadpacket", None)
-    overloads = () if packet is None else packet.overloads()
+    overloads = () if packet is None or name_of(node) in _DIMS else packet.overloads()
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
 
 

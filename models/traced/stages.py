@@ -120,7 +120,7 @@ class TracedStages(Stages):
         generator = torch.Generator().manual_seed(0)
         positions = torch.arange(1, rows + 1, device=decoder.device)
         of = config, rows, decoder.dtype, decoder.device
-        theirs, ours = (State.empty(*of, Scratch.empty(*of)) for _ in range(2))
+        theirs, ours, program = (State.empty(*of, Scratch.empty(*of)) for _ in range(3))
         plain_rotation, seen = builder.rotation(), set()
         for index, piece in enumerate(pieces[1:]):
             kind = _kind(piece), index in self._rows
@@ -129,16 +129,19 @@ class TracedStages(Stages):
             seen.add(kind)
             memory = torch.randn(rows, config.carried_width, generator=generator)
             attended = torch.randn(rows, config.num_heads, config.head_dim, generator=generator)
-            for state, rotate in ((theirs, plain_rotation), (ours, self._rotate)):
+            for state in (theirs, ours, program):
+                rotate = plain_rotation if state is theirs else self._rotate
                 state.residual.copy_(memory)
                 state.attention.copy_(attended)
                 _rotated(rotate, positions, state.cos[:, 0])
             plain: Code = builder.piece(index + 1).forward
             self._hand_on(plain(*self._given(theirs)), index, theirs)
-            self.advance(index, ours)
+            self._hand_on(self._pieces[index](*self._given(ours)), index, ours)
+            self.advance(index, program)
             names = ("x",) if index == len(self._pieces) - 1 else ("residual", "qkv")
-            if not all(self._are_close(getattr(ours, name), getattr(theirs, name)) for name in names):
-                return False
+            for state in (ours, program):
+                if not all(self._are_close(getattr(state, name), getattr(theirs, name)) for name in names):
+                    return False
         return True
 
     def _are_close(self, ours: Tensor, theirs: Tensor) -> bool:
