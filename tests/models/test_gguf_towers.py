@@ -166,3 +166,16 @@ def test_text_alone_needs_no_tower(family: str, tmp_path: Path) -> None:
         prompt = engine.prepare("no image, but more than a block of text", GREEDY).token_ids
         (output,) = engine.generate([list(prompt)], GREEDY)
     assert list(output.token_ids) == greedy(tmp_path, prompt, [], TOKENS)
+
+
+def test_a_damaged_tower_beside_a_model_leaves_its_text(model: Path, files: tuple[Path, Path]) -> None:
+    make: Any = AutoModelForImageTextToText
+    source = make.from_pretrained(files[0].parent)
+    other = files[0].parent / f"{model.parent.name}-damaged.gguf"
+    write_tower(other, "qwen3-vl", source, changes={"clip.vision.attention.head_count": None})
+    with pytest.raises(ModelError):
+        opened(model, other).config()
+    other.rename(model.parent / "mmproj-damaged.gguf")
+    beside = opened(model)
+    assert beside.config().architecture == "Qwen3ForCausalLM"
+    assert beside.why_no_tower
