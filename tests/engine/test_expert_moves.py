@@ -68,7 +68,8 @@ def test_tokens_are_those_of_the_whole_model(
 def test_checkpoints_give_transformers_tokens(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places, moved = churning(1)
+    """This computer's rates decide if experts move here; the test above has them move on any computer."""
+    places, _ = churning(1)
     monkeypatch.setattr(expert_moves, "ExpertPlaces", places)
     folder = save_checkpoint(tmp_path, family)
     prompts = [[7 * i % 250 for i in range(length)] for length in (3, 40)]
@@ -78,4 +79,3 @@ def test_checkpoints_give_transformers_tokens(
     assert [list(each.token_ids) for each in outputs] == [
         transformers_greedy(folder, prompt, 16) for prompt in prompts
     ]
-    assert moved
