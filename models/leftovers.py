@@ -29,6 +29,11 @@ def is_buffer(name: str, stored: StoredTensor, ignored: Iterable[re.Pattern[str]
     return is_mask or _BUFFERS.search(name) is not None or any(pattern.search(name) for pattern in ignored)
 
 
+def may_predict(names: Iterable[str]) -> bool:
+    """Return False if no tensor of a checkpoint can belong to a layer of multi-token prediction."""
+    return any(map(_PREDICTS_MORE.search, names))
+
+
 def predicting_layers(names: Iterable[str], num_layers: int) -> list[str]:
     """Return the names of a checkpoint's tensors of multi-token prediction.
 
@@ -46,8 +51,5 @@ def predicting_layers(names: Iterable[str], num_layers: int) -> list[str]:
         elif layer is not None and int(layer[1]) >= num_layers:
             names_by_layer.setdefault(layer[1], []).append(name)
     return [
-        name
-        for layer_names in names_by_layer.values()
-        if any(map(_PREDICTS_MORE.search, layer_names))
-        for name in layer_names
+        name for layer_names in names_by_layer.values() if may_predict(layer_names) for name in layer_names
     ]

@@ -27,7 +27,7 @@ from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
-from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
@@ -58,10 +58,6 @@ class AsyncDecodes(Attender):
     def __post_init__(self) -> None:
         self.key = self.old
 
-    @property
-    def tasks(self) -> Sequence[HostTask]:  # type: ignore[override]
-        return [each.task for each in self.attention.values()]
-
     def fill(self, members: BatchMembers) -> None:
         *groups, _ = members.async_decodes
         sequences = [sequence for group in groups for sequence in group]
@@ -69,6 +65,7 @@ class AsyncDecodes(Attender):
         for tier, attention in self.attention.items():
             lens = [s.context_len if s is not None and s.tier == tier else 0 for s in sequences]
             attention.fill(tables, lens)
+        self.tasks = [each.task for each in self.attention.values()]
 
     @property
     def _count(self) -> int:

@@ -141,7 +141,7 @@ class ProgramBuilder:
         parts = zip(memory.parts, members, firsts, strict=False)
         extras = [self._fill(part, each, first, rows_of_tokens) for part, each, first in parts]
         asked = [each for part in extras for each in part.asked]
-        experts = self._moves_of_experts(memory, members)
+        experts = None if self.products is None else self.products.moves_beside(memory.parts, members)
         is_whole = memory.is_fixed and for_graphs and graph_key.is_whole
         if (
             is_whole
@@ -162,25 +162,10 @@ class ProgramBuilder:
         program.fill(members, Outputs(asked, self._stages, self._workspace, chosen_rows))
         return program
 
-    def _moves_of_experts(self, memory: BatchMemory, members: Sequence[BatchMembers]) -> MovesBeside | None:
-        if self.products is None:
-            return None
-        rows = {
-            part.index: [
-                row
-                for sequence, first in each.placed(part.rows)
-                for row in range(first, first + len(sequence.token_ids))
-            ]
-            for part, each in zip(memory.parts, members, strict=True)
-        }
-        return self.products.moves_beside({part.index: part.rows.count for part in memory.parts}, rows)
-
     def padding(self, graph_key: GraphKey) -> Program:
         """Return a program of padding only, to warm up kernels."""
-        memory, no_members = (
-            self._workspace.memory(graph_key),
-            BatchMembers.of(SubBatch(()), self._storage.tiers),
-        )
+        memory = self._workspace.memory(graph_key)
+        no_members = BatchMembers.of(SubBatch(()), self._storage.tiers)
         for part in memory.parts:
             self._fill(part, no_members, 0, NOWHERE)
         program = self._whole(memory)

@@ -10,7 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
-from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.workspace import Memory
@@ -33,13 +33,10 @@ class OffloadedDecodes(Attender):
     def __post_init__(self) -> None:
         self.rows = self.memory.rows.decodes_of(self.tier)
 
-    @property
-    def tasks(self) -> Sequence[HostTask]:  # type: ignore[override]
-        return (self.attention.task,)
-
     def fill(self, members: BatchMembers) -> None:
         decodes = members.decodes[self.tier]
         self.attention.fill([s.block_table for s in decodes], [s.context_len for s in decodes])
+        self.tasks = (self.attention.task,)
 
     def attend(self, launcher: Launcher, layer: int, linear: Signal) -> Sequence[Signal]:
         target = self.buffers.qkv

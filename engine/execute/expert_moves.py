@@ -63,9 +63,13 @@ class ExpertMoves:
         """Changes with the order of the experts in host memory."""
         return self._slots.version
 
+    def logs(self, index: int, rows: int) -> bool:
+        """Return True if the log has room for the rows of a sub-batch."""
+        return rows <= self._rows[index]
+
     def log_of(self, index: int, rows: int) -> Mapping[int, Tensor]:
         """Return turn -> room for the chosen experts of a sub-batch, [rows, per token]; empty: no log."""
-        if rows > self._rows[index]:
+        if not self.logs(index, rows):
             return {}
         where = slice(first := sum(self._rows[:index]), first + rows)
         return {turn: self._log[layer.index, where] for turn, layer in self._turns.items()}

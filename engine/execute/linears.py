@@ -47,8 +47,9 @@ class Linears:
     def key(self) -> int:
         """Distinguishes graphs of the stages for the same sizes of the iteration."""
         moves = None if self._products is None else self._products.moves
-        streams_experts = any(each.streams_experts for each in self._used)
-        return 0 if moves is None or not streams_experts else moves.version
+        if moves is None or not any(each.streams_experts for each in self._used):
+            return 0
+        return moves.version
 
     @property
     def streams(self) -> bool:

@@ -26,9 +26,11 @@ from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
 from neo_desktop.engine.execute.expert_moves import ExpertMoves, MovesBeside
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
+from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
+from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.models.decoder import TURN
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
@@ -270,21 +272,23 @@ class OffloadedMatmuls:
         share, experts = self._decoder.streamed_experts.of(rows), self._decoder.config.experts
         return 0.0 if experts is None or round(share * experts.count) == 0 else share
 
-    def moves_beside(
-        self, counts: Mapping[int, int], rows: Mapping[int, Sequence[int]]
-    ) -> MovesBeside | None:
-        """Return the moves of experts in the next iteration; None: experts stay.
-
-        Args:
-            counts: index of a sub-batch -> number of its rows.
-            rows: index of a sub-batch -> its rows without padding.
-        """
+    def moves_beside(self, parts: Sequence[Memory], members: Sequence[BatchMembers]) -> MovesBeside | None:
+        """Return the moves of experts in the next iteration, by its sub-batches; None: experts stay."""
         moves = self.moves
         if moves is None:
             return None
+        rows = {
+            part.index: [
+                row
+                for sequence, first in each.placed(part.rows)
+                for row in range(first, first + len(sequence.token_ids))
+            ]
+            for part, each in zip(parts, members, strict=True)
+        }
         decides = all(
-            moves.log_of(index, count) and not any(each.streamed for each in self.divided_moe(count).values())
-            for index, count in counts.items()
+            moves.logs(part.index, part.rows.count)
+            and not any(each.streamed for each in self.divided_moe(part.rows.count).values())
+            for part in parts
         )
         version = moves.version
         beside = moves.beside(rows, decides=decides)

@@ -199,12 +199,10 @@ def _try(timer: IterationTimer, point: Point, turn: int) -> tuple[float, dict[Po
     start = time.perf_counter()
     try:
         times = timer.time(point, turn)
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:  # the scheduler will not use sizes that do not fit the GPU now
+    except (MemoryError, RuntimeError) as error:
         if not is_short_of_memory(error):
             raise
+        # The scheduler will not use sizes that do not fit the GPU now.
         logger.debug("no memory for %s", point)
         times = {}
     return (time.perf_counter() - start) * 1e3, times

@@ -70,6 +70,10 @@ class GGUFCheckpoint:
         return model_name(self.path)
 
     def config(self) -> ModelConfig:
+        return self._config
+
+    @cached_property
+    def _config(self) -> ModelConfig:
         tower = self.tower
         try:
             return read_config(self.files, self.vocabulary, tower)

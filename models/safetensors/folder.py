@@ -46,7 +46,11 @@ class SafetensorsFolder:
         return self.path.resolve().name
 
     def config(self) -> ModelConfig:
-        """Read config.json; untie weights that it ties if the files hold different numbers for them."""
+        """Return config.json's content; weights that it ties are untied if the files hold other numbers."""
+        return self._config
+
+    @cached_property
+    def _config(self) -> ModelConfig:
         _refuse_adapter(self.path)
         config = read_config(self.path)
         if not ties_of(config):
