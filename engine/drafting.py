@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.cuda.errors import is_short_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
@@ -29,7 +30,7 @@ from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import check_weights_fit, plan_memory
-from neo_desktop.engine.speculate.draft_model import DraftModel
+from neo_desktop.engine.speculate.draft_model import DraftLimits, DraftModel
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
@@ -46,6 +47,39 @@ HOST = torch.device("cpu")
 WHAT = "the draft model"
 
 
+class DrafterExecutor:
+    """The executor and the KV of a drafter."""
+
+    def __init__(self) -> None:
+        self._executor: Executor | None = None
+
+    def build(
+        self, decoder: Decoder, streams: Streams, num_blocks: int, limits: DraftLimits
+    ) -> tuple[Callable[[IterationPlan], IterationResult], KVCache]:
+        """Return the function that carries out plans, and the block counts of KV.
+
+        The KV's memory is written once, so that it does not count as free.
+        """
+        with streams.on_device():
+            pool = make_pool(
+                KVTier.DEVICE, decoder.config, num_blocks, decoder.dtype, decoder.device, decoder.sinks
+            )
+            for part in pool.parts:
+                part.zero_()
+        storage = KVStorage({KVTier.DEVICE: pool})
+        self._executor = executor = build_executor(
+            decoder, storage, limits.max_tokens, limits.most_requests, None, streams
+        )
+        return executor.execute, KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
+
+    def close(self) -> None:
+        """End the drafter's threads and drop its memory; may be called again."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        return_memory()
+
+
 class Drafting:
     """The draft model of an engine.
 
@@ -60,7 +94,7 @@ class Drafting:
         assert options.draft_model is not None
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
-        self._executor: Executor | None = None  # of the drafter
+        self._executor = DrafterExecutor()
         self._checkpoint = checkpoint = open_model(options.draft_model)
         self._name = checkpoint.name
         if checkpoint.config().state_bytes:
@@ -93,7 +127,7 @@ class Drafting:
                 if not is_short_of_memory(error):
                     raise
             self.drafter = None  # the model and the draft model do not fit together
-            self._release()
+            self._executor.close()
         taken = self._load(HOST, config.vocab_size)
         self.options = charged(self.options, "cpu_memory_gib", taken, WHAT)
         logger.info("%s drafts on the CPU, with %.2f GB of KV", self._name, taken / 1e9)
@@ -106,15 +140,9 @@ class Drafting:
     def close(self) -> None:
         """End the draft model's threads and drop its memory; may be called again."""
         if self.drafter is None:
-            self._release()
+            self._executor.close()
         else:
             self.drafter.close()  # which releases the memory
-
-    def _release(self) -> None:
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
-        return_memory()
 
     def _load(self, device: torch.device, vocab_size: int) -> int:
         """Load the draft model on a device, and measure it; return the bytes of its KV."""
@@ -124,21 +152,15 @@ class Drafting:
         num_blocks = num_kv_blocks(
             config, decoder.dtype, room_for_kv(options, FreeMemory.now(decoder.device))
         )
-        storage, kv = kv_of(decoder, loaded.streams, num_blocks)
-        max_tokens = MAX_BATCH_TOKENS[device.type]
-        self._executor = executor = build_executor(
-            decoder, storage, max_tokens, MOST_REQUESTS, None, loaded.streams
+        limits = DraftLimits(
+            config.max_context_tokens,
+            config.vocab_size,
+            vocab_size,
+            MAX_BATCH_TOKENS[device.type],
+            MOST_REQUESTS,
         )
-        self.drafter = DraftModel(
-            executor.execute,
-            kv,
-            self._release,
-            max_context_tokens=config.max_context_tokens,
-            own_vocab_size=config.vocab_size,
-            vocab_size=vocab_size,
-            max_tokens=max_tokens,
-            most_requests=MOST_REQUESTS,
-        )
+        execute, kv = self._executor.build(decoder, loaded.streams, num_blocks, limits)
+        self.drafter = DraftModel(execute, kv, self._executor.close, limits)
         return num_blocks * kv_block_bytes(config, decoder.dtype)
 
 
@@ -221,17 +243,6 @@ def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, room: int) -> int:
     run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)
     return BLOCKS_PER_RUN * max(min(room // run_bytes, most), 1)
-
-
-def kv_of(decoder: Decoder, streams: Streams, num_blocks: int) -> tuple[KVStorage, KVCache]:
-    """Return the KV of a drafter. Its memory is written once, so that it does not count as free."""
-    with streams.on_device():
-        pool = make_pool(
-            KVTier.DEVICE, decoder.config, num_blocks, decoder.dtype, decoder.device, decoder.sinks
-        )
-        for part in pool.parts:
-            part.zero_()
-    return KVStorage({KVTier.DEVICE: pool}), KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
 
 
 def charged(options: EngineOptions, cap: str, taken: int, what: str) -> EngineOptions:

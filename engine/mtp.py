@@ -1,8 +1,7 @@
 """Sets up a model's own layer of multi-token prediction as its drafter.
 
 The layer is on the model's device, with the model's embedding and output head. Plans of the model's weights
-leave room for it. If some weights of the model would have to leave the GPU for it, it is not
-used.
+leave room for it. If some weights of the model would have to leave the GPU for it, it is not used.
 """
 
 import logging
@@ -13,14 +12,12 @@ import torch
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.drafting import (
     MOST_REQUESTS,
+    DrafterExecutor,
     charged,
     kv_block_bytes,
-    kv_of,
     num_kv_blocks,
     room_for_kv,
 )
-from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.loading import LoadedModel, kept_form
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
@@ -28,15 +25,17 @@ from neo_desktop.engine.profiling.budget import FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.speculate.draft_model import DraftLimits
 from neo_desktop.engine.speculate.kept_states import MOST_TOKENS
 from neo_desktop.engine.speculate.mtp_head import MtpHead
-from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.leftovers import may_predict
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import check_model, load_prediction, open_prediction
 from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
 
@@ -52,8 +51,8 @@ class MtpDrafting:
         self.options = options  # for the model: the layer's memory does not count as free
         self._name, self._config, self._weights = name, config, weights
         self._form: WeightFormat | None = None  # set by `plan`; None: the layer is not used
-        self._num_blocks = 0
-        self._executor: Executor | None = None
+        self._num_blocks = self._nbytes = 0  # of its KV; of its weights and KV
+        self._executor = DrafterExecutor()
 
     @classmethod
     def of(cls, options: EngineOptions, checkpoint: Checkpoint | None) -> "MtpDrafting | None":
@@ -72,8 +71,9 @@ class MtpDrafting:
             if options.speculate == "mtp":
                 raise ValueError("speculate 'mtp' does not go with shape or tensor_parallel: choose 'auto'")
             return None
-        main = checkpoint.config()
-        tensors = check_model(checkpoint, main).predicting if isinstance(main, TracedConfig) else {}
+        main, tensors = checkpoint.config(), dict[str, StoredTensor]()
+        if isinstance(main, TracedConfig) and may_predict(checkpoint.weights().tensors):
+            tensors = check_model(checkpoint, main).predicting
         if not tensors or not isinstance(main, TracedConfig):
             if options.speculate == "mtp":
                 raise ModelError(
@@ -98,13 +98,13 @@ class MtpDrafting:
         free = FreeMemory.now(device)
         num_blocks = num_kv_blocks(self._config, dtype, room_for_kv(self.options, free))
         kv = num_blocks * kv_block_bytes(self._config, dtype)
-        taken = own_bytes(self._config, dtype, own) + kv
-        taken += activation_bytes(self._config, LIMITS, dtype, device)
+        nbytes = own_bytes(self._config, dtype, own) + kv
+        taken = nbytes + activation_bytes(self._config, LIMITS, dtype, device)
         try:
             cap, caps = ("gpu_memory_gib", taken) if device.type == "cuda" else ("cpu_memory_gib", kv)
             options = charged(self.options, cap, caps, "the layer of multi-token prediction")
             if (placed := plan(options, free=free.without(taken))) is None:
-                self.options, self._form, self._num_blocks = options, own, num_blocks
+                self.options, self._form, self._num_blocks, self._nbytes = options, own, num_blocks, nbytes
                 return None
             why = f"{placed.host_bytes / 1e9:.2f} GB of the model's weights would be in host memory"
         except MemoryError as error:
@@ -136,29 +136,20 @@ class MtpDrafting:
     def _attach(self, loaded: LoadedModel, form: WeightFormat) -> MtpHead:
         with loaded.streams.on_device():
             decoder = load_prediction(self._config, self._weights, loaded.decoder, form)
-        storage, kv = kv_of(decoder, loaded.streams, self._num_blocks)
-        sizes = LIMITS.max_batch_tokens, LIMITS.max_batch_requests
-        self._executor = executor = build_executor(decoder, storage, *sizes, None, loaded.streams)
-        head = MtpHead(
-            executor.execute,
-            kv,
-            self.close,
-            max_context_tokens=self._config.max_context_tokens,
-            vocab_size=loaded.config.vocab_size,
-            max_tokens=LIMITS.max_batch_tokens,
-            most_requests=LIMITS.max_batch_requests,
+        vocab_size = loaded.config.vocab_size
+        limits = DraftLimits(
+            self._config.max_context_tokens, vocab_size, vocab_size, MOST_TOKENS, MOST_REQUESTS
         )
-        taken = own_bytes(self._config, decoder.dtype, form)
-        taken += self._num_blocks * kv_block_bytes(self._config, decoder.dtype)
-        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, taken / 1e9)
+        execute, kv = self._executor.build(decoder, loaded.streams, self._num_blocks, limits)
+        head = MtpHead(execute, kv, self.close, limits)
+        logger.info(
+            "%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, self._nbytes / 1e9
+        )
         return head
 
     def close(self) -> None:
         """End the layer's threads and drop its memory; may be called again."""
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
-        return_memory()
+        self._executor.close()
 
 
 def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> int:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from neo_desktop.engine.batch import (
     IterationPlan,
@@ -44,6 +45,16 @@ class Context:
         return self.request.is_finished or self.request.num_preemptions != self.num_preemptions
 
 
+class DraftLimits(NamedTuple):
+    """Sizes of a model that drafts."""
+
+    max_context_tokens: int
+    own_vocab_size: int  # tokens that it knows
+    vocab_size: int  # tokens that the large model knows
+    max_tokens: int  # most tokens of a plan
+    most_requests: int  # most requests of a plan
+
+
 class DraftModel:
     """Drafts with a smaller model of the same vocabulary.
 
@@ -55,11 +66,6 @@ class DraftModel:
         execute: carries out a plan of the draft model.
         release: frees the draft model's memory.
         kv: block counts of its KV, in one tier.
-        max_context_tokens: of the draft model.
-        own_vocab_size: tokens that the draft model knows.
-        vocab_size: tokens that the large model knows.
-        max_tokens: most tokens of a plan.
-        most_requests: most requests of a plan.
     """
 
     expected = 0.6
@@ -70,22 +76,15 @@ class DraftModel:
         execute: Callable[[IterationPlan], IterationResult],
         kv: KVCache,
         release: Callable[[], object],
-        *,
-        max_context_tokens: int,
-        own_vocab_size: int,
-        vocab_size: int,
-        max_tokens: int,
-        most_requests: int,
+        limits: DraftLimits,
     ) -> None:
-        self.most_requests = most_requests
+        self.most_requests = limits.most_requests
         self._execute: Callable[[IterationPlan], IterationResult] | None = execute
         self._release = release
         self._kv = kv
         (self._tier,) = kv.tiers
-        self._most_tokens = min(max_context_tokens, kv.capacity_tokens(self._tier))  # of a request
-        self._own_vocab_size = own_vocab_size
-        self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
+        self._most_tokens = min(limits.max_context_tokens, kv.capacity_tokens(self._tier))  # of a request
+        self._limits = limits
         self._contexts: dict[str, Context] = {}  # the request with the newest draft is last
         self._step_ms: dict[int, float] = {}  # rounded number of requests -> time of a token per request
         self._token_ms = 0.0  # time of a token to catch up
@@ -98,7 +97,7 @@ class DraftModel:
             context = self._contexts.get(request.request_id)
             late = self._num_known(request) - (0 if context is None else len(context.token_ids))
             if late > USUAL_TOKENS:
-                late = min(late, self._max_tokens)
+                late = min(late, self._limits.max_tokens)
                 num_late += late / min(max(request.max_num_tokens - request.num_tokens, 1), MOST_SPREAD)
             else:
                 num_late += max(late - 1, 0)
@@ -131,7 +130,7 @@ class DraftModel:
             return False
         context = self._contexts.get(request.request_id)
         new = request.token_ids[0 if context is None else context.num_checked :]
-        return max(new, default=0) < self._own_vocab_size
+        return max(new, default=0) < self._limits.own_vocab_size
 
     def _num_known(self, request: Request) -> int:
         """Return the number of `_known` tokens."""
@@ -143,7 +142,7 @@ class DraftModel:
 
     def _usable(self, draft: Sequence[int]) -> Sequence[int]:
         """Return a draft up to a token that the large model does not know."""
-        unknown = (index for index, token_id in enumerate(draft) if token_id >= self._vocab_size)
+        unknown = (index for index, token_id in enumerate(draft) if token_id >= self._limits.vocab_size)
         return draft[: next(unknown, len(draft))]
 
     def _drafts(self, requests: Sequence[Request], width: int) -> dict[str, list[int]]:
@@ -153,7 +152,7 @@ class DraftModel:
             if (context := self._context_of(request, width)) is not None:
                 late.append((context, self._known(request)[len(context.token_ids) :]))
         late.sort(key=lambda item: len(item[1]))
-        num_free = self._max_tokens
+        num_free = self._limits.max_tokens
         chunks: list[ScheduledSequence] = []
         ready: dict[str, Context] = {}
         for context, tokens in late:
@@ -174,7 +173,7 @@ class DraftModel:
             started, chunks = now, []
             for name, token in result.sampled.items():
                 drafts[name].append(token.token_id)
-                if step + 1 < width and token.token_id < self._own_vocab_size:
+                if step + 1 < width and token.token_id < self._limits.own_vocab_size:
                     chunks.append(self._sequence(name, ready[name], [token.token_id], is_last=True))
             if not chunks:
                 break
@@ -251,7 +250,7 @@ class DraftModel:
 
     def _measure(self) -> None:
         """Measure the times of one request: the shortest of some, as the first one compiles."""
-        num_tokens = min(self._max_tokens, self._most_tokens) // 2
+        num_tokens = min(self._limits.max_tokens, self._most_tokens) // 2
         if self._kv.admit(WARM_UP, num_tokens + 1, (), self._tier) is None:
             raise MemoryError("the draft model's KV has no room for a request")
         table = self._kv.block_table(WARM_UP)

@@ -12,7 +12,7 @@ import numpy as np
 from neo_desktop.engine.batch import FloatArray, IterationPlan, IterationResult, ScheduledSequence
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.speculate.draft_model import Context, DraftModel
+from neo_desktop.engine.speculate.draft_model import Context, DraftLimits, DraftModel
 from neo_desktop.engine.speculate.kept_states import KeptStates, Run
 from neo_desktop.models.vision.prompt import ImageRows, Sight
 
@@ -23,9 +23,6 @@ class MtpHead(DraftModel):
     Its KV begins with the first token whose hidden state is known. Rotations depend on distances alone, so
     its positions count from there. KV of drafted tokens comes from the layer's own hidden states; it is
     replaced once the model's are known.
-
-    Args:
-        vocab_size: tokens that model and layer know.
     """
 
     expected = 0.7
@@ -35,25 +32,12 @@ class MtpHead(DraftModel):
         execute: Callable[[IterationPlan], IterationResult],
         kv: KVCache,
         release: Callable[[], object],
-        *,
-        max_context_tokens: int,
-        vocab_size: int,
-        max_tokens: int,
-        most_requests: int,
+        limits: DraftLimits,
     ) -> None:
-        self.kept: KeptStates = KeptStates(most_requests, max_tokens)
+        self.kept: KeptStates = KeptStates(limits.most_requests, limits.max_tokens)
         self._runs: dict[str, Run] = {}  # of the requests with KV
         self._own: dict[str, FloatArray] = {}  # the layer's newest hidden state, [1, hidden]
-        super().__init__(
-            execute,
-            kv,
-            release,
-            max_context_tokens=max_context_tokens,
-            own_vocab_size=vocab_size,
-            vocab_size=vocab_size,
-            max_tokens=max_tokens,
-            most_requests=most_requests,
-        )
+        super().__init__(execute, kv, release, limits)
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
         current = {request.request_id: self.kept.run_of(request) for request in requests}

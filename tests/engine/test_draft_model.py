@@ -24,7 +24,7 @@ from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.setup import set_up
-from neo_desktop.engine.speculate.draft_model import DraftModel
+from neo_desktop.engine.speculate.draft_model import DraftLimits, DraftModel
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
@@ -38,10 +38,9 @@ PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 def draft_model(num_blocks: int = 40, **changes: Any) -> tuple[DraftModel, KVCache]:
     """Return a draft model whose "model" is the fake one: its tokens depend on all KV."""
     kv = KVCache({KVTier.DEVICE: num_blocks}, BLOCK_SIZE)
-    sizes = {"max_context_tokens": 90, "own_vocab_size": 100, "vocab_size": 100}
+    limits = DraftLimits(90, own_vocab_size=100, vocab_size=100, max_tokens=MAX_TOKENS, most_requests=4)
     executor = FakeExecutor(BLOCK_SIZE, MAX_TOKENS)
-    limits = {"max_tokens": MAX_TOKENS, "most_requests": 4}
-    return DraftModel(executor.execute, kv, executor.close, **(sizes | limits | changes)), kv
+    return DraftModel(executor.execute, kv, executor.close, limits._replace(**changes)), kv
 
 
 def gain(request: Request, token_ids: list[int]) -> None:
