@@ -108,6 +108,7 @@ def test_workers_that_divide_the_heads_give_the_same_tokens(
     assert_is_idle(engine)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
 def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     stack: ExitStack,

@@ -131,7 +131,7 @@ def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
     )
     config = open_checkpoint(path).config()
     assert config.attention_softcap == 50
-    assert config.layer_windows == (4096, None, 4096)
+    assert config.layer_windows == (4096, None)
 
 
 @pytest.mark.sample(1)
