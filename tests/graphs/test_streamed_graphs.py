@@ -5,7 +5,14 @@ import torch
 from fallback_levels import Levels
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, contexts
 from imitated_streams import Hook, ImitatedBackend
-from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from pipeline_case import (
+    RandomIterations,
+    check_random_plans,
+    check_result,
+    make_storage,
+    sampling_input,
+    tiny_model,
+)
 from seeds import seeds
 from tiny_engine import engine, tokens_of
 
@@ -102,11 +109,7 @@ def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None
     backend = ImitatedBackend(seed, num_queues=(None, 1, 3, 8)[seed])
     executor, _ = make_executor(model, ALL, backend)
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
-    for plan, context in iterations.plans(6):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 6, after=backend.check_flags)
     executor.close()
 
 
@@ -188,10 +191,7 @@ def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
-    for plan, context in iterations.plans(10):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 10, tolerance=2e-3)
     executor.close()
 
 
