@@ -209,7 +209,7 @@ print("end")
 
 
 def test_steps_that_never_end_are_given_up_and_do_not_keep_the_program_from_ending() -> None:
-    """The program forgets its last relay in such a step."""
+    """The program forgets to close its last relay, whose step never ends either."""
     program = STUCK.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
     ended = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
