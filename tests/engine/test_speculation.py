@@ -193,9 +193,7 @@ def test_sampled_answers_have_the_models_own_distribution(model: Path) -> None:
 
 
 @cache
-def virtual_ms(
-    share: float | None, count: int, row_ms: float, model: tuple[Any, ...] | None = None
-) -> float:
+def virtual_ms(share: float | None, count: int, row_ms: float, model: tuple[Any, ...] | None = None) -> float:
     """Return the time of some requests with 200 tokens each, if rows cost `row_ms` and the weights 8 ms.
 
     Args:
