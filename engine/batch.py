@@ -160,7 +160,7 @@ class IterationPlan:
     sub_batches: tuple[SubBatch, ...]  # one or two; with `async_decodes` the first may be empty
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
-    is_ahead: bool = False  # it starts before the previous iteration ends
+    is_ahead: bool = False  # made before the previous iteration ended: tokens may be unknown
     # By stage; all groups have the same number of slots, at most MAX_ASYNC_DECODES. Only decodes of the last
     # stage may have `sampling`. Empty: this iteration advances no async decode.
     async_decodes: tuple[AsyncGroup, ...] = ()
