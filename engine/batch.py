@@ -80,6 +80,11 @@ class ScheduledSequence(NamedTuple):
         return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
 
     @property
+    def num_outputs(self) -> int:
+        """Number of last tokens whose hidden states after the last layer are needed."""
+        return max(self.num_pooled, self.num_hidden, int(self.sampling is not None))
+
+    @property
     def position(self) -> int:
         """Position by which the first token is rotated."""
         return self.start if self.images is None else int(self.images.rotation(np.array(self.start)))

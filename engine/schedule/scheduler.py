@@ -184,13 +184,12 @@ class Scheduler(Generic[R]):
         Returns:
             The plan if it needs nothing of the current iteration but such tokens; only decodes qualify.
             Prompts wait: more requests may arrive, and the start hardly matters for iterations that long.
-            Call `begin` to start it at once. Otherwise `schedule` returns it, unless requests have come or gone.
+            `begin` starts it; otherwise `schedule` returns it, unless requests come or go before.
         """
         if any(scheduled.draft for running in self._under_way for scheduled in running):
             return None  # its result decides how many tokens its requests gain
         self._ahead = decision = self._decided()
-        is_possible = may_plan and decision is not None and len(self._under_way) == 1
-        if decision is None or not is_possible or not can_plan_ahead(decision, self.queues, self._under_way[0]):
+        if not may_plan or decision is None or not can_plan_ahead(decision, self.queues, self._under_way):
             return None
         if self._speculation is not None and self._speculation.awaits_tokens(decision, self.queues):
             return None
@@ -206,8 +205,7 @@ class Scheduler(Generic[R]):
 
     def begin(self: "Scheduler[Request]", decision: Decision[Request] | None = None) -> IterationPlan:
         """Count a decision as started and return its plan; None: the decision of `look_ahead`."""
-        decision, planned = decision or self._ahead, self._planned
-        self._ahead = self._planned = None
+        decision, planned, self._ahead = decision or self._ahead, self._planned, None
         assert decision is not None
         if planned is None or planned[0] is not decision:
             planned = decision, *plan_of(decision, self.queues, is_ahead=False, kept=self._kept)
