@@ -182,7 +182,7 @@ class Scheduler(Generic[R]):
             may_plan: the executor can find pending tokens on the device.
 
         Returns:
-            The plan if it needs nothing of the current iteration but such tokens; only decodes qualify.
+            The plan if it needs no more of the current iteration than these tokens; only decodes qualify.
             Prompts wait: more requests may arrive, and the start hardly matters for iterations that long.
             `begin` starts it; otherwise `schedule` returns it, unless requests come or go before.
         """
