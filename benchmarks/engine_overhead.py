@@ -1,155 +1,186 @@
-"""The engine's own time per iteration, without the model: planning, bookkeeping, sampling, text.
+"""The engine's own time per iteration: planning, starting, reading tokens, bookkeeping, text.
 
-The device waits for planning and bookkeeping. Deciding the next iteration, submitting the sampler's work and
-text overlap the device. With a stop string (--stop) a token's text is made at once.
+The device waits for these. Preparing the next iteration and text overlap the device (--unprepared: nothing is
+prepared). With a stop string (--stop) a token's text is made at once.
 
-    python -m benchmarks.engine_overhead --requests 64 --context 400 8000
+    python -m benchmarks.engine_overhead --requests 64 --context 400 8000 --on-cpu 0 48
 
-Scheduler, KV cache, detokenizer and sampler are real. A pause replaces the model; after it the processor's
-caches hold less of the engine's data than in a tight loop (--pause-ms 0). Predictions are those for a desktop
-from its datasheet. Except for `gpu-only`, three quarters of the KV fit the GPU-cache. The sampler's
-vocabulary is small, because a larger one only adds computation on the device.
+The engine is real, except that the model's layers, which would be a CUDA graph, do nothing. Times are
+processor times of the engine's thread: the minimum and the median of many iterations. A pause (--pause-ms)
+replaces the model; after it the processor's caches hold less of the engine's data than in a tight loop.
+Predictions are those for a desktop from its datasheet.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.batch import IterationResult, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.execute.layout import BatchMembers, GraphKey
+from neo_desktop.engine.execute.backend import AnyProgram, ThreadBackend, sections
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.model_runner import ModelRunner
+from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.engine.schedule.policies import Halves, Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
+from neo_desktop.models.registry import random_model, stages_of
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.tokenizer import Tokenizer
 
 ITERATIONS = 200
 OUTPUT_TOKENS = 1000  # per request; more than the run generates
-VOCABULARY = 256
-PARTS = ("plan", "its rows", "book")  # between two iterations
-BESIDE = ("decide ahead", "sample", "text")
+NUM_LAYERS = 28
+PARTS = ("plan", "start", "result", "book")  # between two iterations
+BESIDE = ("prepare next", "text")
 
 
-def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[str]) -> Scheduler[Request]:
-    """Return a scheduler with requests of random lengths around a mean."""
-    rng = random.Random(0)
-    lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
-    blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in lengths)
-    blocks += num_requests**2  # left free by admission
-    sizes = {KVTier.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, KVTier.HOST: blocks}
-    chosen = get_policy(policy)
-    scheduler: Scheduler[Request] = Scheduler(
-        KVCache({tier: sizes.get(tier, 0) for tier in chosen.tiers}, BLOCK_SIZE),
-        chosen,
-        SchedulerLimits(8192, num_requests),
-        analytic_cost_model(GPUS["rtx-4090"], HOSTS["ddr5-desktop"], shape("llama-3.2-3b"), torch.float16),
-    )
-    tokenizer = Tokenizer.from_pretrained(model_path(BUILTIN))
-    for number, length in enumerate(lengths):
-        scheduler.add(
-            Request(
-                str(number),
-                tuple(rng.choices(range(VOCABULARY), k=length)),
-                SamplingParams(max_tokens=OUTPUT_TOKENS),
-                choice=0,
-                seed=number,
-                arrival=number,
-                max_context_tokens=length + OUTPUT_TOKENS,
-                eos_token_ids=(),
-                text=IncrementalText(tokenizer.decode_stream(), stop),
-            )
+class WithoutLayers(ThreadBackend):
+    """A backend whose graphs do nothing; the steps between them are carried out."""
+
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        assert program.key is not None
+        for is_graph, steps in sections(program):
+            for step in () if is_graph else steps:
+                step.submit(self._lanes)
+        return False
+
+
+class Rig:
+    """A scheduler and a model runner with requests of random lengths around a mean.
+
+    Args:
+        num_on_cpu: requests whose KV does not fit on the device; the CPU attends to them in two sub-batches.
+            0: the policy decides, with room on the device for all.
+    """
+
+    def __init__(self, options: argparse.Namespace, context: int, num_on_cpu: int) -> None:
+        rng, num_requests = random.Random(0), options.requests
+        lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
+        blocks = [-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in lengths]
+        spare = num_requests**2  # left free by admission
+        policy: Policy = get_policy("gpu-only")
+        sizes = {KVTier.DEVICE: sum(blocks) + spare}
+        if num_on_cpu:
+            policy = Halves("halves", MEASURED_TIERS)
+            sizes = {KVTier.DEVICE: sum(blocks[num_on_cpu:]), KVTier.HOST: sum(blocks) + spare}
+        config = replace(shape("tiny"), num_layers=NUM_LAYERS, layer_windows=(None,) * NUM_LAYERS)
+        config = replace(config, max_context_tokens=2 * (context + OUTPUT_TOKENS))
+        model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
+        layers = [0] * NUM_LAYERS  # share their memory
+        kinds = {KVTier.DEVICE: DeviceLayer, KVTier.HOST: None}
+        storage = KVStorage(
+            {
+                tier: KVPool(config, n, BLOCK_SIZE, model.dtype, model.device, kinds[tier], None, layers)
+                for tier, n in sizes.items()
+            }
         )
-    return scheduler
+        capacity = Capacity.of(512, num_requests, config.max_context_tokens, BLOCK_SIZE)
+        backend = WithoutLayers(None)
+        self.runner = ModelRunner(stages_of(model, dispatch), storage, capacity, backend, uses_gpu=True)
+        predicted = shape("llama-3.2-3b")
+        cost = analytic_cost_model(GPUS["rtx-4090"], HOSTS["ddr5-desktop"], predicted, torch.float16)
+        limits = SchedulerLimits(8192, num_requests)
+        self.scheduler: Scheduler[Request] = Scheduler(KVCache(sizes, BLOCK_SIZE), policy, limits, cost)
+        tokenizer = Tokenizer.from_pretrained(model_path(BUILTIN))
+        params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=options.temperature)
+        for number, length in enumerate(lengths):
+            self.scheduler.add(
+                Request(
+                    str(number),
+                    tuple(rng.choices(range(256), k=length)),
+                    params,
+                    choice=0,
+                    seed=number,
+                    arrival=number,
+                    max_context_tokens=length + OUTPUT_TOKENS,
+                    eos_token_ids=(),
+                    text=IncrementalText(tokenizer.decode_stream(), options.stop),
+                )
+            )
+
+    def prefill(self) -> None:
+        """Schedule the prompts, without the model runner."""
+        has_prompts = True
+        while has_prompts:
+            plan = self.scheduler.schedule()
+            assert plan is not None
+            has_prompts = any(not each.is_decode for each in plan.sequences)
+            sampled = {each.request_id: SampledToken(0) for each in plan.sequences if each.sampling}
+            self.scheduler.update(IterationResult(sampled, {}))
+
+    def step(self, pause_ms: float, *, prepares: bool) -> dict[str, float]:
+        """Run an iteration; return the durations of PARTS and BESIDE, in ms."""
+        times_ms, last_s = dict[str, float](), time.thread_time()
+
+        def end(part: str) -> None:
+            nonlocal last_s
+            now_s = time.thread_time()
+            times_ms[part], last_s = (now_s - last_s) * 1e3, now_s
+
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        end("plan")
+        wait = self.runner.start(plan)
+        end("start")
+        following = self.scheduler.look_ahead(may_plan=prepares)
+        if following is not None:
+            self.runner.prepare(following)
+        end("prepare next")
+        time.sleep(pause_ms / 1e3)
+        end("pause")
+        result = wait()
+        end("result")
+        gained = self.scheduler.update(result)
+        end("book")
+        for request in gained:
+            request.take_output()
+        end("text")
+        return times_ms
 
 
-class Clock:
-    """Durations of an iteration's parts, in ms."""
-
-    def __init__(self) -> None:
-        self.times_ms: dict[str, float] = {}
-        self._last_s = time.perf_counter()
-
-    def end(self, part: str) -> None:
-        """Add the time since the last part to this one."""
-        now = time.perf_counter()
-        self.times_ms[part], self._last_s = (now - self._last_s) * 1e3, now
-
-
-def step(
-    scheduler: Scheduler[Request], logits: Tensor, pause_ms: float
-) -> tuple[IterationPlan, dict[str, float]]:
-    """Run an iteration; return its plan and the durations of PARTS and BESIDE, in ms."""
-    clock = Clock()
-    plan = scheduler.schedule()
-    assert plan is not None
-    clock.end("plan")
-    members = [BatchMembers.of(sub_batch, MEASURED_TIERS) for sub_batch in plan.sub_batches]
-    GraphKey.of(members, MEASURED_TIERS, np.empty(0, np.int32), has_copies=bool(plan.copies)).rounded()
-    clock.end("its rows")
-    scheduler.look_ahead()
-    clock.end("decide ahead")
-    time.sleep(pause_ms / 1e3)
-    clock.end("pause")
-    inputs = {each.request_id: each.sampling for each in plan.sequences if each.sampling is not None}
-    tokens = sample(logits[: len(inputs)], list(inputs.values()))
-    by_request = {name: token for name, token in zip(inputs, tokens, strict=True) if token is not None}
-    clock.end("sample")
-    gained = scheduler.update(IterationResult(by_request, {}))
-    clock.end("book")
-    for request in gained:
-        request.take_output()
-    clock.end("text")
-    return plan, clock.times_ms
-
-
-def measure(policy: str, num_requests: int, context: int, pause_ms: float, stop: Sequence[str]) -> None:
-    """Decode as many requests as fit; print the medians."""
-    scheduler = make_scheduler(policy, num_requests, context, stop)
-    logits = torch.randn(num_requests, VOCABULARY, generator=torch.Generator().manual_seed(0))
-    while any(len(sequence.token_ids) > 1 for sequence in step(scheduler, logits, 0)[0].sequences):
-        pass
-    decodes = scheduler.counters.num_output_tokens, scheduler.counters.num_cpu_decodes
-    times = [step(scheduler, logits, pause_ms)[1] for _ in range(ITERATIONS)]
-    batch = (scheduler.counters.num_output_tokens - decodes[0]) / ITERATIONS
-    on_cpu = (scheduler.counters.num_cpu_decodes - decodes[1]) / ITERATIONS
-    total = statistics.median(sum(each[part] for part in PARTS) for each in times)
-    parts, beside = (
-        "".join(f"{statistics.median(each[part] for each in times):13.3f}" for part in group)
-        for group in (PARTS, BESIDE)
-    )
-    print(f"{policy:10}{context:8}{batch:8.0f}{on_cpu:8.0f}{parts}{total:10.3f} |{beside}", flush=True)
+def measure(options: argparse.Namespace, context: int, num_on_cpu: int) -> None:
+    """Decode; print minima and medians."""
+    rig = Rig(options, context, num_on_cpu)
+    rig.prefill()
+    times = [rig.step(options.pause_ms, prepares=not options.unprepared) for _ in range(ITERATIONS)]
+    sums = [sum(each[part] for part in PARTS) for each in times]
+    columns = [sums, *([each[part] for each in times] for part in (*PARTS, *BESIDE))]
+    cells = "".join(f"{f'{min(each):.3f} {statistics.median(each):.3f}':>14}" for each in columns)
+    print(f"{context:8}{num_on_cpu:8}{cells}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--context", type=int, nargs="+", default=[400, 8000], help="tokens, mean")
-    parser.add_argument("--policy", nargs="+", default=["gpu-only", "auto"])
-    parser.add_argument("--pause-ms", type=float, default=8.0, help="in place of the model")
+    parser.add_argument("--on-cpu", type=int, nargs="+", default=[0, 48], help="requests on the CPU")
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="in place of the model")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--unprepared", action="store_true", help="prepare nothing ahead")
     parser.add_argument("--stop", nargs="+", default=[], help="stop strings of all requests")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts, beside = ("".join(f"{part:>13}" for part in group) for group in (PARTS, BESIDE))
-    print(f"{'policy':10}{'context':>8}{'batch':>8}{'on CPU':>8}{parts}{'ms':>10} |{beside}")
-    for policy in options.policy:
-        for context in options.context:
-            measure(policy, options.requests, context, options.pause_ms, options.stop)
+    fallbacks.limit("graphs", "device-only", "the layers do nothing", is_told=True)
+    print(f"{'context':>8}{'on CPU':>8}" + "".join(f"{part:>14}" for part in ("sum, ms", *PARTS, *BESIDE)))
+    for context in options.context:
+        for num_on_cpu in options.on_cpu:
+            measure(options, context, num_on_cpu)
 
 
 if __name__ == "__main__":

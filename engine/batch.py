@@ -80,6 +80,11 @@ class ScheduledSequence(NamedTuple):
         return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
 
     @property
+    def num_outputs(self) -> int:
+        """Number of last tokens whose hidden states after the last layer are needed."""
+        return max(self.num_pooled, self.num_hidden, int(self.sampling is not None))
+
+    @property
     def position(self) -> int:
         """Position by which the first token is rotated."""
         return self.start if self.images is None else int(self.images.rotation(np.array(self.start)))
@@ -160,7 +165,7 @@ class IterationPlan:
     sub_batches: tuple[SubBatch, ...]  # one or two; with `async_decodes` the first may be empty
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
-    is_ahead: bool = False  # it starts before the previous iteration ends
+    is_ahead: bool = False  # made before the previous iteration ended: tokens may be unknown
     # By stage; all groups have the same number of slots, at most MAX_ASYNC_DECODES. Only decodes of the last
     # stage may have `sampling`. Empty: this iteration advances no async decode.
     async_decodes: tuple[AsyncGroup, ...] = ()

@@ -64,8 +64,8 @@ class Iterations:
     def collect(self) -> None:
         """Wait for the current iteration, or start one and wait, and apply its tokens.
 
-        Meanwhile, decide on the next iteration as if no request finished in this one, and start it if it does
-        not need this one's tokens.
+        Meanwhile, decide on the next iteration as if no request finished in this one, and start or prepare it
+        if it does not need this one's tokens.
         """
         self.launch()
         if not self._under_way:
@@ -137,18 +137,26 @@ class Iterations:
         self._failed += self._scheduler.refuse_first(": ".join((why, *lost[:1])))
 
     def _launch_ahead(self) -> None:
-        """Decide on the iteration after the current one; start it if it need not wait."""
+        """Decide on the iteration after the current one, and start or prepare it if it need not wait.
+
+        The CPU serves one iteration at a time, so only iterations of the device alone start.
+        """
         # Cache sizes change only between iterations, while none runs.
-        may_start = self.executor.runs_ahead and not (self._reserve is not None and self._reserve.is_due)
-        plan = self._scheduler.look_ahead(may_start=may_start)
+        may_plan = self.executor.runs_ahead and not (self._reserve is not None and self._reserve.is_due)
+        plan = self._scheduler.look_ahead(may_plan=may_plan)
         if plan is None:
             return
+        starts = plan.stays_on_device and self._under_way[0][0].stays_on_device
         try:
-            self._start(plan)
-        except Exception as error:
+            if starts:
+                self._start(self._scheduler.begin())
+            else:
+                self.executor.prepare(plan)
+        except Exception as error:  # it recurs when the iteration starts in order
             if is_lost(error):
                 raise
-            self._scheduler.take_back()  # the error recurs when the iteration starts in order
+            if starts:
+                self._scheduler.take_back()
 
     def _start(self, plan: IterationPlan) -> None:
         self.num_started += 1

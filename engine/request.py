@@ -228,16 +228,17 @@ class Request(RequestState):
         self._pooled = hidden if is_first or self._pooled is None else self._pooled + hidden
 
     def append(self, token: SampledToken) -> None:
-        if self._grammar is not None and not self._grammar.accept(token.token_id):
+        token_id = token.token_id
+        if self._grammar is not None and not self._grammar.accept(token_id):
             self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
         if self._budget is not None:
-            self._budget.accept(token.token_id)
-        self.token_ids.append(token.token_id)
+            self._budget.accept(token_id)
+        self.token_ids.append(token_id)
         self._new_tokens.append(token)
         if self._has_penalties:
-            self._output.append(token.token_id)
-        is_stopped = token.token_id in self._end_token_ids or self._text.push(token.token_id)
+            self._output.append(token_id)
+        is_stopped = token_id in self._end_token_ids or self._text.push(token_id)
         if is_stopped or (self._grammar is not None and self._grammar.is_complete):
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) >= self.max_num_tokens:

@@ -26,7 +26,7 @@ from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.moves import Moves
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls
 from neo_desktop.engine.execute.output_head import OutputHead
-from neo_desktop.engine.execute.outputs import Asked, Outputs
+from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
@@ -57,8 +57,7 @@ NOWHERE: Mapping[str, int] = {}
 class _Extras:
     """The needs of a sub-batch's sequences that its sizes do not determine."""
 
-    first_row: int = 0  # number of rows of the sub-batches before this one
-    asked: Sequence[Asked] = ()  # with rows of the whole iteration
+    ends: Sequence[tuple[ScheduledSequence, int]] = ()  # sequences with the rows of their last tokens
     images: ImageInputs | None = None
     prompts: Sequence[ScheduledSequence] = ()
     is_capturable: bool = True  # False: its linear stages depend on more than the sizes
@@ -137,16 +136,16 @@ class ProgramBuilder:
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(graph_key)
         self._transfers.begin()
+        parts = zip(memory.parts, members, strict=True)
+        extras = [self._fill(part, each, rows_of_tokens) for part, each in parts]
         firsts = accumulate((part.rows.count for part in memory.parts), initial=0)
-        parts = zip(memory.parts, members, firsts, strict=False)
-        extras = [self._fill(part, each, first, rows_of_tokens) for part, each, first in parts]
-        asked = [each for part in extras for each in part.asked]
+        ends = [(s, first + row) for first, part in zip(firsts, extras, strict=False) for s, row in part.ends]
         experts = None if self.products is None else self.products.moves_beside(memory.parts, members)
         is_whole = memory.is_fixed and for_graphs and graph_key.is_whole
         if (
             is_whole
             and all(part.is_capturable for part in extras)
-            and not any(each.sequence.num_pooled for each in asked)
+            and not any(sequence.num_pooled for sequence, _ in ends)
         ):
             chosen_rows = sum(part.rows.count for part in memory.parts)
             program = self._whole(memory, experts)
@@ -155,11 +154,11 @@ class ProgramBuilder:
             moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
             runs = [] if self._swaps is None else self._swaps.pool.runs_of(blocks)
             program = self._program(memory, extras, moves, runs, experts, chooses=False)
-            firsts = accumulate((each.num_rows for each in asked), initial=0)
-            asked = [each._replace(first_row=first) for each, first in zip(asked, firsts, strict=False)]
+            counts = accumulate(sequence.num_outputs for sequence, _ in ends)
+            ends = [(sequence, count - 1) for (sequence, _), count in zip(ends, counts, strict=True)]
         if not self._stages.has_head:
-            asked = []  # the rank with the output head chooses tokens
-        program.fill(members, Outputs(asked, self._stages, self._workspace, chosen_rows))
+            ends = []  # the rank with the output head chooses tokens
+        program.fill(members, Outputs(ends, self._stages, self._workspace, chosen_rows))
         return program
 
     def padding(self, graph_key: GraphKey) -> Program:
@@ -167,7 +166,7 @@ class ProgramBuilder:
         memory = self._workspace.memory(graph_key)
         no_members = BatchMembers.of(SubBatch(()), self._storage.tiers)
         for part in memory.parts:
-            self._fill(part, no_members, 0, NOWHERE)
+            self._fill(part, no_members, NOWHERE)
         program = self._whole(memory)
         program.fill([no_members] * len(memory.parts), Outputs((), self._stages, self._workspace, 0))
         return program
@@ -227,7 +226,7 @@ class ProgramBuilder:
             attenders,
             self._stages.embed if extras.images is None else extras.images.embed,
             partial(self._store, memory),
-            [each.first_row - extras.first_row + i for each in extras.asked for i in range(each.num_rows)],
+            [row + i for s, row in extras.ends for i in range(1 - s.num_outputs, 1)],
             None if products is None else products.of_rows(memory.index, memory.rows.count, layers),
             extras.is_capturable,
         )
@@ -285,9 +284,7 @@ class ProgramBuilder:
                 return pool.layer(layer).store(memory.inputs.slots)
         return None
 
-    def _fill(
-        self, memory: Memory, members: BatchMembers, first_row: int, rows_of_tokens: Mapping[str, int]
-    ) -> _Extras:
+    def _fill(self, memory: Memory, members: BatchMembers, rows_of_tokens: Mapping[str, int]) -> _Extras:
         """Fill in a sub-batch's inputs, and mark all other rows as padding; return what else it needs."""
         staged, rows = memory.staged, memory.rows
         inputs = staged.token_ids, staged.positions, staged.context_lens, staged.block_tables
@@ -306,22 +303,18 @@ class ProgramBuilder:
         ):
             if each is not None:
                 staged.token_ids[row], staged.positions[row] = each.token_ids[0], each.position
-        asked, with_images = [], []
-        for sequence, row in members.placed(rows):
-            if not sequence.is_decode:
-                self._fill_chunk(staged, sequence, row)
-            if sequence.images is not None:
-                with_images.append((sequence, row))
-            last = row + len(sequence.token_ids)
-            if rows_of_tokens and sequence.token_ids[-1] == UNKNOWN_TOKEN:
-                staged.sources[last - 1] = rows_of_tokens[sequence.request_id]
-            count = max(sequence.num_pooled, sequence.num_hidden, int(sequence.sampling is not None))
-            if count:
-                asked.append(Asked(sequence, first_row + last - count, count))
+        for chunk, row in members.chunks(rows):
+            self._fill_chunk(staged, chunk, row)
+        placed = list(members.placed(rows))
+        ends = [(s, row + len(s.token_ids) - 1) for s, row in placed]
+        for sequence, row in ends if rows_of_tokens else ():
+            if sequence.token_ids[-1] == UNKNOWN_TOKEN:
+                staged.sources[row] = rows_of_tokens[sequence.request_id]
+        with_images = [(s, row) for s, row in placed if s.images is not None]
         found = ImageInputs.of(with_images, self._stages) if with_images else None
         memory.state.recurrent = recurrent_batch(self._storage.states, memory, members)
         is_capturable = found is None and not has_new_spans(memory)
-        return _Extras(first_row, asked, found, members.prompts, is_capturable)
+        return _Extras(ends, found, members.prompts, is_capturable)
 
     def _fill_decodes(self, memory: Memory, members: BatchMembers) -> None:
         staged, rows, block_size = memory.staged, memory.rows, self._storage.block_size

@@ -28,11 +28,15 @@ class Executor(ABC):
 
     @property
     def runs_ahead(self) -> bool:
-        """True if an iteration can start while another one is in flight, if both stay on the device.
+        """True if an iteration can start or be prepared while another one is in flight.
 
-        Tokens of the iteration in flight are `UNKNOWN_TOKEN` in the next plan.
+        Tokens of the iteration in flight are `UNKNOWN_TOKEN` in the next plan. Both plans must stay on the
+        device if the next one starts.
         """
         return False
+
+    def prepare(self, plan: IterationPlan) -> None:  # noqa: B027  only saves time
+        """Prepare for a plan while another iteration is in flight; `start` probably gets it next."""
 
     def watch(self, alarm: Callable[[], object]) -> None:  # noqa: B027  most executors have nothing to watch
         """Register a callback for a `loss` between iterations; any thread may call it."""

@@ -101,6 +101,10 @@ class BatchMembers:
         for row, ending in enumerate(self.async_decodes[-1] if self.async_decodes else (), rows.starts[-1]):
             if ending is not None:
                 yield ending, row
+        yield from self.chunks(rows)
+
+    def chunks(self, rows: Rows) -> Iterator[tuple[ScheduledSequence, int]]:
+        """Yield the prompts with their first rows."""
         row = rows.first_prompt
         for sequence in self.prompts:
             yield sequence, row

@@ -31,6 +31,7 @@ from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Capacity, GraphKey, Rows
+from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.fallbacks import fallbacks
@@ -117,6 +118,7 @@ class ModelRunner(Executor):
         self._started: list[_Started] = []  # started iterations without a wait
         # Iterations that ran ahead of a repeated one; they must be repeated before anything else starts.
         self._void: list[_Started] = []
+        self._prepared: tuple[IterationPlan, Program] | None = None
         self._last: IterationResult | None = None
         self._last_end_ns = 0
 
@@ -168,6 +170,8 @@ class ModelRunner(Executor):
         if self._changes != fallbacks.changes:
             self._changes = fallbacks.changes
             self.forget_graphs()
+        if plan.is_ahead and not self._started and self._prepared_for(plan) is None:
+            plan = self._with_tokens(plan)  # the iteration in flight has ended meanwhile
         if not self._uses_gpu:  # this thread is the device
             return partial(self._attempt, partial(self._carry_out, plan))
         try:
@@ -177,6 +181,19 @@ class ModelRunner(Executor):
             return self.start(plan)
         self._started.append(started)
         return partial(self._end, started)
+
+    def prepare(self, plan: IterationPlan) -> None:
+        """Build the program of a plan, with the tokens of the iteration in flight."""
+        with self._backend.on_device(), torch.inference_mode():
+            self._prepared = plan, self._build(plan, self._rows_of_tokens)
+
+    def _prepared_for(self, plan: IterationPlan) -> Program | None:
+        """Return the plan's program if it was prepared."""
+        return self._prepared[1] if self._prepared is not None and self._prepared[0] is plan else None
+
+    def _build(self, plan: IterationPlan, rows_of_tokens: Mapping[str, int]) -> Program:
+        for_graphs = self._tries_graphs or self._always_rounds
+        return self._builder.build(plan, rows_of_tokens, for_graphs=for_graphs)
 
     def _end(self, started: "_Started") -> IterationResult:
         """Wait for an iteration; if it fails, repeat it at a lower fallback level."""
@@ -307,6 +324,7 @@ class ModelRunner(Executor):
 
     def forget_graphs(self) -> None:
         """Drop all graphs: their work has changed, or their memory is needed."""
+        self._prepared = None
         self._backend.forget()
         self._builder.forget()
 
@@ -335,10 +353,9 @@ class ModelRunner(Executor):
         self._watch = watch = self._timeout.watch(plan.predicted.total_ms)
         self._backend.begin(watch)
         with_graphs = self._tries_graphs
+        program = self._prepared_for(plan) or self._build(plan, self._rows_of_tokens if plan.is_ahead else {})
+        self._prepared = None  # further programs may use its memory
         self._pause = max(self._pause - 1, 0)
-        rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
-        for_graphs = with_graphs or self._always_rounds
-        program = self._builder.build(plan, rows_of_tokens, for_graphs=for_graphs)
         tasks = program.tasks
         with_flags = self._relays is not None and self._may_use_flags
         if tasks and not with_flags:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,36 +20,29 @@ from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.models.stages import Stages
 
 
-class Asked(NamedTuple):
-    """A sequence with a requested output, and the rows of its last hidden states."""
-
-    sequence: ScheduledSequence
-    first_row: int  # index among all sub-batches' rows, or among the computed last states
-    num_rows: int
-
-    @property
-    def last_row(self) -> int:
-        return self.first_row + self.num_rows - 1
-
-
 class Outputs:
     """The requested outputs of an iteration.
 
     Args:
-        asked: The sequences with requested outputs.
+        ends: Sequences, each with the row of its last token: among all sub-batches' rows, or among the
+            computed last states.
         workspace: Holds the logits of a graph, and keeps the tokens for the next iteration.
         chosen_rows: Number of rows whose tokens the program's graph chooses; None: it chooses none.
     """
 
     def __init__(
-        self, asked: Sequence[Asked], stages: Stages, workspace: Workspace, chosen_rows: int | None
+        self,
+        ends: Sequence[tuple[ScheduledSequence, int]],
+        stages: Stages,
+        workspace: Workspace,
+        chosen_rows: int | None,
     ) -> None:
-        self._sampled = [
-            (each.last_row, each.sequence.sampling) for each in asked if each.sequence.sampling is not None
-        ]
-        self._names = [each.sequence.request_id for each in asked if each.sequence.sampling is not None]
-        self._pooled = [each for each in asked if each.sequence.num_pooled]
-        self._shown = [each for each in asked if each.sequence.num_hidden]
+        sampled = [(s.request_id, row, s.sampling) for s, row in ends if s.sampling is not None]
+        self._names, self._rows, self._sampling = (
+            map(list, zip(*sampled, strict=True)) if sampled else ([], [], [])
+        )
+        self._pooled = [end for end in ends if end[0].num_pooled]
+        self._shown = [end for end in ends if end[0].num_hidden]
         self._stages = stages
         self._workspace = workspace
         self._tokens: Callable[[], Sequence[SampledToken | None]] = tuple
@@ -58,9 +50,9 @@ class Outputs:
         self._hidden: Callable[[], Mapping[str, FloatArray]] = dict
         # Use the graph's tokens if every sequence samples greedily; else sample from the logits.
         self._chosen_rows = chosen_rows
-        if not all(is_plain(sampling) for _, sampling in self._sampled):
+        if not all(map(is_plain, self._sampling)):
             self._chosen_rows = None
-        rows = range(len(self._names)) if self._chosen_rows is None else [row for row, _ in self._sampled]
+        rows = range(len(self._names)) if self._chosen_rows is None else self._rows
         has_room = max(self._chosen_rows or 0, len(rows)) <= len(workspace.latest)
         # request ID -> row of its token in `Workspace.latest` after this iteration.
         self.rows_of_tokens: Mapping[str, int] = dict(zip(self._names, rows, strict=True)) if has_room else {}
@@ -68,7 +60,7 @@ class Outputs:
     @property
     def count(self) -> int:
         """Number of requested outputs."""
-        return len(self._sampled) + len(self._pooled) + len(self._shown)
+        return len(self._names) + len(self._pooled) + len(self._shown)
 
     def start(self, states: Tensor | None) -> None:
         """Queue the computation of tokens and sums on the device after the layers, without waiting.
@@ -81,7 +73,7 @@ class Outputs:
         if states is None:
             self._start_from_graph()
             return
-        rows = [row for row, _ in self._sampled]
+        rows = self._rows
         if self._pooled:
             self._start_sums(states)
         if len(rows) < len(states):
@@ -120,7 +112,7 @@ class Outputs:
         )
 
     def _start_from_graph(self) -> None:
-        workspace, rows = self._workspace, [row for row, _ in self._sampled]
+        workspace, rows = self._workspace, self._rows
         if self._chosen_rows is None:
             index = upload(rows, torch.int64, workspace.logits.device)
             self._sample(workspace.logits.index_select(0, index))
@@ -136,7 +128,7 @@ class Outputs:
         self._keep(chosen)
 
     def _sample(self, logits: Tensor) -> None:
-        sampling = start_sampling(logits.float(), [sampling for _, sampling in self._sampled])
+        sampling = start_sampling(logits.float(), self._sampling)
         self._tokens = sampling.wait
         self._keep(sampling.token_ids)
 
@@ -149,24 +141,20 @@ class Outputs:
             self._workspace.keep_tokens(token_ids)
 
     def _start_hidden(self, states: Tensor) -> None:
-        ends = [(each.last_row + 1, each.sequence.num_hidden) for each in self._shown]
-        rows = [row for end, count in ends for row in range(end - count, end)]
+        rows = [row + i for s, row in self._shown for i in range(1 - s.num_hidden, 1)]
         arrived = download(states[upload(rows, torch.int64, states.device)])
 
         def read() -> Mapping[str, FloatArray]:
             found: dict[str, list[FloatArray]] = {}
-            parts = torch.split(arrived().float(), [count for _, count in ends])
-            for each, part in zip(self._shown, parts, strict=True):
-                found.setdefault(each.sequence.request_id, []).append(part.numpy())
+            parts = torch.split(arrived().float(), [s.num_hidden for s, _ in self._shown])
+            for (s, _), part in zip(self._shown, parts, strict=True):
+                found.setdefault(s.request_id, []).append(part.numpy())
             return {request_id: np.concatenate(each) for request_id, each in found.items()}
 
         self._hidden = read
 
     def _start_sums(self, states: Tensor) -> None:
-        totals = [
-            states[each.first_row : each.first_row + each.num_rows].float().sum(dim=0)
-            for each in self._pooled
-        ]
+        totals = [states[row + 1 - s.num_pooled : row + 1].float().sum(dim=0) for s, row in self._pooled]
         arrived = download(torch.stack(totals))
-        names = [each.sequence.request_id for each in self._pooled]
+        names = [s.request_id for s, _ in self._pooled]
         self._sums = lambda: dict(zip(names, arrived().numpy(), strict=True))

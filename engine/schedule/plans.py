@@ -1,6 +1,6 @@
 """From the scheduler's decisions to plans for executors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -40,10 +40,10 @@ class Scheduled(NamedTuple):
             The number of tokens.
         """
         request, request_id = self.request, self.sequence.request_id
-        token, num_tokens = result.sampled[request_id], 1
-        request.append(token)
+        request.append(token := result.sampled[request_id])
         if not self.draft:
             return 1
+        num_tokens = 1
         for drafted, following in zip(self.draft, result.after_drafts.get(request_id, ()), strict=False):
             if request.is_finished or token.token_id != drafted:
                 break
@@ -82,7 +82,7 @@ def plan_of(
     """Return the plan of a decision, and each request's share in the plan.
 
     Args:
-        is_ahead: the iteration starts before the previous one ends.
+        is_ahead: the previous iteration has not ended.
         kept: hidden states that are to be kept; None: none.
     """
     scheduled: list[Scheduled] = []
@@ -175,18 +175,24 @@ def without_ended(decision: Decision[Request], queues: RequestQueues[Request]) -
     )
 
 
-def can_start_ahead(
-    decision: Decision[Request], queues: RequestQueues[Request], running: Sequence[Scheduled]
+def can_plan_ahead(
+    decision: Decision[Request], queues: RequestQueues[Request], running: Collection[Sequence[Scheduled]]
 ) -> bool:
-    """Return True if an iteration of decodes needs nothing of the running one but tokens on the device."""
-    under_way = {scheduled.request.request_id for scheduled in running}
+    """Return True if an iteration of decodes needs no more of the one that runs than tokens on the device."""
+    under_way = {scheduled.request.request_id for each in running for scheduled in each}
+    tiers = {scheduled.sequence.tier for each in running for scheduled in each}
+    tiers |= {queues.tier_of(request) for batch in decision.sub_batches for request, _ in batch}
+    # Streamed KV is stored, and workers answer, after the end. Slots of states must not be planned in vain.
+    on_host = [tier for tier in tiers if tier.in_host_memory]
     return (
-        not decision.copies
+        len(running) == 1
+        and not decision.copies
+        and not queues.has_moves
         and not decision.is_async_step
+        and (not on_host or (queues.kv.states is None and all(tier.cpu_attends for tier in on_host)))
         and all(
             num_tokens == 1
             and request.num_uncomputed_tokens == 1
-            and not queues.tier_of(request).in_host_memory
             and not (request.needs_tokens and request.request_id in under_way)
             for batch in decision.sub_batches
             for request, num_tokens in batch

@@ -12,7 +12,7 @@ from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
 from neo_desktop.engine.schedule.iteration_builder import Admission, Decision, IterationBuilder
-from neo_desktop.engine.schedule.plans import Scheduled, can_start_ahead, plan_of, without_ended
+from neo_desktop.engine.schedule.plans import Scheduled, can_plan_ahead, plan_of, without_ended
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.speculation import Speculation
@@ -83,8 +83,8 @@ class Scheduler(Generic[R]):
         self._admission = Admission()
         self._is_behind = False  # decodes had to wait for host or bus in the last iteration
         self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
-        self._stays_on_device = False  # the newest one
         self._ahead: Decision[R] | None = None
+        self._planned: tuple[Decision[R], IterationPlan, list[Scheduled]] | None = None  # by `look_ahead`
         self._has_removed = False  # requests since that decision
         self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
@@ -173,31 +173,28 @@ class Scheduler(Generic[R]):
         decision, self._ahead = self._decided(), None
         if decision is not None and self._speculation is not None:
             decision = self._speculation.widened(decision, self.queues, int(self._batch_tokens))
-        return None if decision is None else self._plan(decision, is_ahead=False)
+        return None if decision is None else self.begin(decision)
 
-    def look_ahead(self: "Scheduler[Request]", *, may_start: bool = False) -> IterationPlan | None:
+    def look_ahead(self: "Scheduler[Request]", *, may_plan: bool = False) -> IterationPlan | None:
         """Decide on the next iteration during the current one, as if no request finished in it.
 
         Args:
-            may_start: the next iteration may start before the current one ends, if both run on the device
-                alone and no sampler needs a pending token.
+            may_plan: the executor can find pending tokens on the device.
 
         Returns:
-            The plan if the iteration is to start now; only decodes qualify. Prompts wait: more requests may
-            arrive, and the start hardly matters for iterations that long. Requests that turn out to have
-            finished are computed in vain.
+            The plan if it needs no more of the current iteration than these tokens; only decodes qualify.
+            Prompts wait: more requests may arrive, and the start hardly matters for iterations that long.
+            `begin` starts it; otherwise `schedule` returns it, unless requests come or go before.
         """
         if any(scheduled.draft for running in self._under_way for scheduled in running):
             return None  # its result decides how many tokens its requests gain
         self._ahead = decision = self._decided()
-        if not may_start or decision is None or len(self._under_way) != 1 or not self._stays_on_device:
-            return None
-        if not can_start_ahead(decision, self.queues, self._under_way[0]):
+        if not may_plan or decision is None or not can_plan_ahead(decision, self.queues, self._under_way):
             return None
         if self._speculation is not None and self._speculation.awaits_tokens(decision, self.queues):
             return None
-        self._ahead = None
-        return self._plan(decision, is_ahead=True)
+        self._planned = decision, *plan_of(decision, self.queues, is_ahead=True, kept=self._kept)
+        return self._planned[1]
 
     def _decided(self: "Scheduler[Request]") -> Decision[Request] | None:
         """Return the decision made ahead, if there is one, or make one now."""
@@ -206,10 +203,14 @@ class Scheduler(Generic[R]):
             ahead = without_ended(ahead, self.queues)
         return ahead or self.decide()
 
-    def _plan(self: "Scheduler[Request]", decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
-        plan, scheduled = plan_of(decision, self.queues, is_ahead=is_ahead, kept=self._kept)
+    def begin(self: "Scheduler[Request]", decision: Decision[Request] | None = None) -> IterationPlan:
+        """Count a decision as started and return its plan; None: the decision of `look_ahead`."""
+        decision, planned, self._ahead = decision or self._ahead, self._planned, None
+        assert decision is not None
+        if planned is None or planned[0] is not decision:
+            planned = decision, *plan_of(decision, self.queues, is_ahead=False, kept=self._kept)
+        _, plan, scheduled = planned
         self._under_way.append(scheduled)
-        self._stays_on_device = plan.stays_on_device
         self.advance(decision)
         return plan
 

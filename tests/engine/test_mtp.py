@@ -17,7 +17,7 @@ from predicting_models import Reference, save_chain, save_predicting
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationTiming, SamplingInput, ScheduledSequence
-from neo_desktop.engine.execute.outputs import Asked, Outputs
+from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
@@ -207,14 +207,14 @@ def test_iterations_return_hidden_states_with_and_without_a_graph() -> None:
         decoder=decoder, logits=lambda x, out: out.zero_().scatter_(1, x[:, :1].long(), 1)
     )
     decode, draft, other = sequence("a", 9, 1), sequence("a", 10, 1), sequence("b", 4, 1)
-    in_graph = [Asked(decode, 0, 1), Asked(draft, 1, 1), Asked(other, 4, 1)]
+    in_graph = [(decode, 0), (draft, 1), (other, 4)]
     prompt = sequence("c", 0, 5)
-    apart = [Asked(decode, 0, 1), Asked(draft, 1, 1), Asked(prompt, 2, 3)]
-    for asked, states, chosen, expected in (
+    apart = [(decode, 0), (draft, 1), (prompt, 4)]
+    for ends, states, chosen, expected in (
         (in_graph, None, 8, {"a": [0, 1], "b": [4]}),
         (apart, hidden[:5], None, {"a": [0, 1], "c": [2, 3, 4]}),
     ):
-        outputs = Outputs(asked, stages, workspace, chosen)
+        outputs = Outputs(ends, stages, workspace, chosen)
         outputs.start(states)
         result = outputs.result(IterationTiming(1.0, 0.0))
         assert {name: each[:, 0].tolist() for name, each in result.hidden.items()} == expected
