@@ -27,6 +27,7 @@ from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
+from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
@@ -348,7 +349,7 @@ def main() -> None:
         run_stage(*given.only, given)
         return
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch finds no GPU; neo-desktop info says why")
+        sys.exit(why_unusable() or "torch finds no NVIDIA GPU")
     machine = machine_info()
     gpu = machine.gpus[0] if given.device == "cuda" else None
     if given.shape is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton's import; 0: `ptx.engine` executes compiled kernels
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton's import; see also `ptx.engine`
 
 import pytest
 import torch
