@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help=argparse.SUPPRESS)  # of a part's own process
     given = parser.parse_args()
     if given.page is not None:
-        run_stage(*given.only, given)
+        run_stage(given.only[0], given)
         return
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit(why_unusable() or "torch finds no NVIDIA GPU")
