@@ -298,15 +298,23 @@ def check_graph(device: torch.device, num_sms: int) -> None:
 
 
 def check_kernels() -> None:
-    """Compare every kernel with torch; print its bandwidth, also as a share of a copy's."""
+    """Compare every kernel with torch; print its bandwidth, also as a share of a copy's.
+
+    Raises:
+        AssertionError: some results differ; all kernels have run.
+    """
     torch.manual_seed(0)
     device = torch.device("cuda")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    wrong: list[str] = []
     for dtype in (torch.float16, torch.bfloat16) if has_bf16 else (torch.float16,):
         for case in cases(dtype, device, num_sms, tokens=65_536):
             case.launch()
-            case.compare(dtype)
+            try:
+                case.compare(dtype)
+            except AssertionError as error:
+                wrong.append(str(error))
             time_ms = elapsed_ms(case.launch)
             source = torch.empty(case.num_bytes // 2, dtype=torch.int8, device=device)
             target = torch.empty_like(source)
@@ -321,3 +329,4 @@ def check_kernels() -> None:
         case.compare(torch.float32)
         print(f"kernel float32, {case.name}")
     check_graph(device, num_sms)
+    assert not wrong, f"{len(wrong)} kernels differ from torch: {'; '.join(wrong)}"

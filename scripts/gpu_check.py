@@ -1,7 +1,8 @@
 """Check an installed neo-desktop on a GPU against its own CPU path, then measure it (see gpu_check.sh).
 
-`neo-desktop doctor` runs first. A failed part does not stop the others. One page at the end shows working
-parts, fallbacks, speeds and targets. Exit code 1 if anything failed.
+`neo-desktop doctor` runs first. Each part has its own process: one that fails, dies or hangs does not stop
+the others. One page at the end shows working parts, fallbacks, speeds and targets. Exit code 1 if anything
+failed.
 """
 
 import argparse
@@ -9,7 +10,9 @@ import importlib.util
 import random
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,12 +27,22 @@ from neo_desktop.app.bench.options import HardwareOptions
 from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
+from neo_desktop.engine.cuda.presence import why_unusable
+from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.options import EngineOptions
-from scripts.gpu_page import Page, Target
+from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.options import GIB, EngineOptions
+from neo_desktop.engine.profiling.budget import HOST_SHARE
+from neo_desktop.engine.profiling.hardware import MachineInfo, host_memory, machine_info
+from neo_desktop.models.shapes import shape as published_shape
+from scripts.gpu_page import Page, Target, run_apart
 
-SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU tests the script, not speed
+SHAPES = ("llama-2-7b", "llama-3.2-3b", "llama-3.2-1b")
+SHAPE_ON_CPU = "tiny"  # a CPU tests the script, not speed
+LARGEST_BATCH, CONTEXT = 32, 512
+BESIDE_BYTES = 4 * GIB  # GPU memory beside weights and KV: iterations, libraries, the display
+STAGE_LIMIT_S = 2400.0
 WORST_AUTO = 0.97  # minimum, relative to gpu-only
 SHARE_OF_LIMIT = 0.9  # minimum, relative to the hardware's limit for a decode
 OVER_LAYERS = 1.2  # minimum speedup over whole layers on either side, with weights in host memory
@@ -111,12 +124,32 @@ def check_policies(device: str) -> None:
     assert same >= 0.9 * len(batch), "the GPU's answers are not the CPU's"  # near ties may go either way
 
 
+def fitting_shape(free_bytes: int) -> str:
+    """Return the first shape that fits free GPU memory in float16, with the KV of the largest batch."""
+    for name in SHAPES:
+        config = published_shape(name)
+        kv_bytes = LARGEST_BATCH * CONTEXT * config.kv_bytes_per_token(torch.float16)
+        if config.weight_bytes(torch.float16) + kv_bytes + BESIDE_BYTES <= free_bytes:
+            break
+    return name
+
+
+def cpu_cache_tokens(shape: str, most: int) -> int:
+    """Return the tokens of KV that fit host memory with room to spare, at most `most`."""
+    kv_bytes = int(HOST_SHARE * 0.8 * host_memory().available_bytes)
+    return min(most, kv_bytes // published_shape(shape).kv_bytes_per_token(torch.float16))
+
+
+def subject_of(device: str, shape: str | None) -> Subject:
+    return Subject(shape=shape, device=device, is_quick=shape is not None)
+
+
 def check_computer(page: Page, device: str, shape: str | None = None) -> None:
     """Run doctor's checks with the built-in model, and the quick ones with a shape."""
-    subject = Subject(shape=shape, device=device, is_quick=shape is not None)
-    report = run_doctor(subject, refresh=True, progress=lambda what: print(f"doctor: {what}", flush=True))
+    report = run_doctor(
+        subject_of(device, shape), refresh=True, progress=lambda what: print(f"doctor: {what}", flush=True)
+    )
     report.print(stdout)
-    report.verdict.apply(fallbacks)
     what = shape or "built-in model"
     for outcome in report.verdict.failed:
         page.fell_back.append(f"{what}, {outcome.title}: {outcome.result} ({outcome.reason})")
@@ -133,7 +166,7 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
             shape=shape,
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
-            cpu_cache_tokens=8192,
+            cpu_cache_tokens=cpu_cache_tokens(shape, 8192),
         ) as engine:
             tokens = [[7] * 400 for _ in range(batch)]
             engine.generate(tokens, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
@@ -183,7 +216,7 @@ def measure_policies(
             shape=shape,
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
-            cpu_cache_tokens=None if policy == "gpu-only" else 500 * num_requests,
+            cpu_cache_tokens=None if policy == "gpu-only" else cpu_cache_tokens(shape, 500 * num_requests),
             gpu_slice=gpu_slice,
             gpu_memory_gib=gpu_memory_gib,
         ) as engine:
@@ -207,22 +240,33 @@ def measure_policies(
             )
 
 
+def check_kernels() -> None:
+    """Compare the kernels with torch, and their bandwidth with a copy's."""
+    from benchmarks import gpu_kernels  # it needs Triton
+
+    gpu_kernels.check_kernels()
+
+
 def run_tests() -> None:
     """Run the tests that need a GPU, and the kernel tests, which use one."""
     if importlib.util.find_spec("pytest") is None:
         print("tests: not run, since pytest is not installed")
         return
+    failed = []
     for what in (["tests/kernels"], ["-m", "gpu", "tests/engine", "tests/graphs"]):
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", *what]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+        if subprocess.run(command, check=False, cwd=Path(__file__).parents[1]).returncode:
+            failed.append(" ".join(what))
+    if failed:
+        raise RuntimeError(f"see the output of pytest {', and of pytest '.join(failed)}")
 
 
-def measure_hardware(page: Page, device: str) -> None:
+def measure_hardware(page: Page, device: str, shape: str) -> None:
     """Measure the hardware alone, then single iterations beside its limit."""
     *_, hardware = run_hardware(HardwareOptions(seconds=15.0), progress)
     stdout.print(render_section(hardware.section()), highlight=False)
-    options = EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"])
-    batches, context = ((1, 8, 32), 512) if device == "cuda" else ((1, 4), 64)
+    options = EngineOptions(device=device, shape=None if device == "cpu" else shape)
+    batches, context = ((1, 8, LARGEST_BATCH), CONTEXT) if device == "cuda" else ((1, 4), 64)
     for row in device_limit.measure(options, batches, context):
         page.speed(str(row))
         if row.batch:
@@ -232,43 +276,101 @@ def measure_hardware(page: Page, device: str) -> None:
             page.targets.append(outside)
 
 
+def stages_of(page: Page, given: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Return the parts of the check by name, in order."""
+    device, shape = given.device, given.shape
+    sizes = given.requests, given.gpu_cache_tokens
+    has_gpu = device == "cuda"
+    stages: dict[str, Callable[[], object]] = {
+        "doctor, built-in model": lambda: check_computer(page, device),
+        f"doctor, {shape}": lambda: check_computer(page, device, shape),
+    }
+    if has_gpu:
+        stages["kernels at the sizes of an 8B model"] = check_kernels
+        stages["tests"] = run_tests
+    stages |= {
+        "log-probabilities are those of the CPU": lambda: check_logits(device),
+        "the same tokens with every policy": lambda: check_policies(device),
+        "hardware and single iterations": lambda: measure_hardware(page, device, shape),
+        "decodes": lambda: measure_decode(page, device, shape),
+        "policies": lambda: measure_policies(page, device, shape, *sizes),
+    }
+    if has_gpu:
+        stages["weights in host memory"] = lambda: measure_weights(page, device, shape)
+    if has_gpu and given.gpu_slice:
+        part = given.gpu_slice, given.gpu_memory
+        stages["policies on a slice"] = lambda: measure_policies(page, device, shape, *sizes, *part)
+    return stages
+
+
+def run_stage(name: str, given: argparse.Namespace) -> None:
+    """Run one part, at the fallback levels that doctor found, and add its results to the page."""
+    page = Page.load(given.page)
+    work = stages_of(page, given)[name]
+
+    def at_working_levels() -> None:
+        for shape in () if name.startswith("doctor") else (None, given.shape):
+            check_at_first_start(subject_of(given.device, shape), choose_device(given.device))
+        work()
+
+    page.stage(name, at_working_levels)
+    fell_back = [f"{s.mechanism.title}: {s.level.what} ({s.reason})" for s in fallbacks.states() if s.reason]
+    page.fell_back += [line for line in fell_back if line not in page.fell_back]
+    page.save(given.page)
+
+
+def described(machine: MachineInfo, device: str) -> str:
+    """Return a report's first line."""
+    gpu = machine.gpus[0] if device == "cuda" and machine.gpus else None
+    where = "CPU" if gpu is None else f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
+    host = f"{machine.cpu}, {machine.usable_cores} threads, {machine.memory_bytes / GIB:.0f} GiB"
+    return f"neo-desktop {__version__} on {where}, {host}, {machine.platform}, torch {torch.__version__}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=tuple(SHAPES))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
-        "--shape", help=f"for the measurements; default: {SHAPES['cuda']}, on a CPU {SHAPES['cpu']}"
+        "--shape",
+        help=f"for the measurements; default: the first that fits of {', '.join(SHAPES)}; on a CPU tiny",
     )
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--gpu-cache-tokens", type=int, default=1000)
-    parser.add_argument("--gpu-slice", type=int, default=8, help="SMs that stand for a small GPU")
+    parser.add_argument(
+        "--gpu-slice",
+        type=int,
+        help="SMs that stand for a small GPU; 0: none; default: 8 of a card with more than 100",
+    )
     parser.add_argument("--gpu-memory", type=float, default=15.0, help="GiB of it")
-    arguments = parser.parse_args()
-    device = arguments.device
-    shape = arguments.shape or SHAPES[device]
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch finds no GPU; neo-desktop info says why")
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    page = Page(f"neo-desktop {__version__} on {where}, torch {torch.__version__}")
-    page.stage("doctor, built-in model", lambda: check_computer(page, device))
-    page.stage(f"doctor, {shape}", lambda: check_computer(page, device, shape))
-    if device == "cuda":
-        from benchmarks.gpu_kernels import check_kernels
-
-        page.stage("kernels at the sizes of an 8B model", check_kernels)
-        page.stage("tests", run_tests)
-    page.stage("log-probabilities are those of the CPU", lambda: check_logits(device))
-    page.stage("the same tokens with every policy", lambda: check_policies(device))
-    page.stage("hardware and single iterations", lambda: measure_hardware(page, device))
-    page.stage("decodes", lambda: measure_decode(page, device, shape))
-    sizes = arguments.requests, arguments.gpu_cache_tokens
-    page.stage("policies", lambda: measure_policies(page, device, shape, *sizes))
-    if device == "cuda":
-        page.stage("weights in host memory", lambda: measure_weights(page, device, shape))
-        part = arguments.gpu_slice, arguments.gpu_memory
-        page.stage("policies on a slice", lambda: measure_policies(page, device, shape, *sizes, *part))
-    page.fell_back += [
-        f"{s.mechanism.title}: {s.level.what} ({s.reason})" for s in fallbacks.states() if s.reason
-    ]
+    parser.add_argument("--only", action="append", metavar="PART", help="run this part; may be repeated")
+    parser.add_argument("--page", type=Path, help=argparse.SUPPRESS)  # of a part's own process
+    given = parser.parse_args()
+    if given.page is not None:
+        run_stage(given.only[0], given)
+        return
+    if given.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(why_unusable() or "torch finds no NVIDIA GPU")
+    machine = machine_info()
+    gpu = machine.gpus[0] if given.device == "cuda" else None
+    if given.shape is None:
+        given.shape = SHAPE_ON_CPU if gpu is None else fitting_shape(gpu.free_bytes)
+    if given.gpu_slice is None:
+        given.gpu_slice = 8 if gpu is not None and (gpu.sms or 0) > 100 else 0
+    page = Page(described(machine, given.device))
+    names = list(stages_of(page, given))
+    for unknown in set(given.only or ()).difference(names):
+        parser.error(f"there is no part {unknown!r}; the parts are: {'; '.join(names)}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "page.json")
+        page.save(path)
+        for name in given.only or names:
+            options = vars(given) | {"only": name, "page": path}
+            command = [f"--{option.replace('_', '-')}={value}" for option, value in options.items()]
+            reason = run_apart([sys.executable, __file__, *command], STAGE_LIMIT_S)
+            page = Page.load(path)
+            if reason is not None:
+                page.failed.append(f"{name}: {reason}")
+                page.save(path)
     print(*page.lines(), sep="\n")
     sys.exit(1 if page.failed else 0)
 

@@ -1,8 +1,15 @@
-"""Final page of `gpu_check.py`: working parts, fallbacks, speeds, targets."""
+"""Final page of `gpu_check.py`: working parts, fallbacks, speeds, targets; and the processes that fill it."""
 
+import json
+import os
+import signal
+import subprocess
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Target:
 
 @dataclass
 class Page:
-    """Collects results during the checks."""
+    """Collects results during the checks, also those of several processes, in a file."""
 
     title: str
     works: list[str] = field(default_factory=list)
@@ -34,6 +41,14 @@ class Page:
     failed: list[str] = field(default_factory=list)
     speeds: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**kept | {"targets": [Target(**each) for each in kept["targets"]]})
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def stage(self, name: str, work: Callable[[], object]) -> None:
         """Run a part of the check; later parts run even if it fails."""
@@ -65,3 +80,18 @@ class Page:
         for head, found, otherwise in parts:
             yield f"\n{head}"
             yield from (f"  {line}" for line in found or [otherwise])
+
+
+def run_apart(command: Sequence[str], limit_s: float) -> str | None:
+    """Run a command, and end all its processes; return why it did not end well, or None."""
+    with subprocess.Popen(command, start_new_session=True) as child:
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"it had not finished after {limit_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    if code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}" if code else None

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU tests on an imitated GPU (tests/imitated_gpu): torch's own CUDA build with a replaced runtime library.
 # Arguments go to pytest; without arguments, one process per core runs tests.
+# "--run" runs Python with the arguments that follow instead, on the imitated GPU.
 #
 # Takes some 6 minutes of processor time, and 14 to 17 minutes on two busy cores; the first run also downloads.
 #
@@ -31,6 +32,7 @@ if [ "$(cat "$home/installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 "$home/bin/python" tests/imitated_gpu/build.py "$home/work"
 export LD_LIBRARY_PATH="$home/work" PYTHONPATH="$PWD/tests/imitated_gpu:$PWD/tests/support"
+[ "${1:-}" != --run ] || exec "$home/bin/python" "${@:2}"
 mapfile -t files < <(grep -rlE 'mark\.gpu|needs_imitated_gpu' tests --include='test_*.py')
 possible="not see_no_other and not stays_there and not test_products"
 [ $# -gt 0 ] || set -- -n auto

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton's import
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton's import; see also `ptx.engine`
 
 import pytest
 import torch
@@ -58,7 +58,8 @@ def _carry_out(number: int) -> None:
         os._exit(1)
 
 
-def _enqueue(name: str, work: Callable[[], object]) -> None:
+def enqueue(name: str, work: Callable[[], object]) -> None:
+    """Put work on the current stream; a capture records it instead."""
     number = next(_numbers)
     _works[number] = name.encode(), work
     stream = torch.cuda.current_stream().cuda_stream
@@ -144,7 +145,7 @@ def _imitation(operator: Any) -> Callable[..., object]:
                     if given[target].shape != result.shape:
                         given[target].resize_(result.shape)
             closed = tree_map(_closed, given)
-            _enqueue(name, lambda: operator(**tree_map(_opened, closed)))
+            enqueue(name, lambda: operator(**tree_map(_opened, closed)))
             outputs = tuple(given[target] for target in written)
             return outputs[0] if len(schema.returns) == 1 else outputs or None
         closed = tree_map(_closed, given)
@@ -156,7 +157,7 @@ def _imitation(operator: Any) -> Callable[..., object]:
             for target, result in zip(targets, found, strict=True):
                 target.open().copy_(result)
 
-        _enqueue(name, compute)
+        enqueue(name, compute)
         return results
 
     return call
@@ -188,7 +189,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not is_captured:
         _pinned.extend(on_host)
     place, given = _Place(target), _closed(source.expand(target.shape))
-    _enqueue("copy", lambda: place.open().copy_(_opened(given)))
+    enqueue("copy", lambda: place.open().copy_(_opened(given)))
     if on_host and not is_captured and (is_pageable or not non_blocking):
         torch.cuda.current_stream().synchronize()
     return target
@@ -225,7 +226,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[
             k, v = keys[context], values[context]
             outputs[rows] = dense(queries[rows], k, v, kwargs["scale"], window)
 
-    _enqueue("flash attention", compute)
+    enqueue("flash attention", compute)
     return out, nothing, nothing, nothing, nothing
 
 
@@ -241,7 +242,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tu
         for queries, keys, values, outputs in zip(*(place.open() for place in places), strict=True):
             outputs.copy_(dense(queries, keys, values, kwargs["scale"], None))
 
-    _enqueue("memory-efficient attention", compute)
+    enqueue("memory-efficient attention", compute)
     return out, sums, nothing, nothing, 0, 0
 
 
@@ -283,7 +284,7 @@ def _imitate_kernels() -> None:
             if name in _spoiled():
                 positional[executor.arg_names.index("out")].add_(1)
 
-        _enqueue(name, compute)
+        enqueue(name, compute)
 
     GridExecutor.__call__ = call
 

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_files import write_gguf
+from transformers import LlamaConfig, LlamaForCausalLM
 
 FOLDER = Path(__file__).resolve().parent
 SUPPORT = FOLDER.parent / "support"
@@ -50,13 +53,16 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
 PYTEST = ["-m", "pytest", "-n", "0", "-q", "-p", "ptx.plugin", "-p", "no:cacheprovider", "--timeout=0"]
 
 
-def run(folder: Path, *arguments: str, **environment: str) -> str:
-    """Run Python in its own process, because Triton runs its interpreter in this one."""
+ROOT = FOLDER.parents[1]
+
+
+def run(folder: Path, *arguments: str, program: Path = Path(sys.executable), **environment: str) -> str:
+    """Run a program, usually Python, in its own process: Triton runs its interpreter in this one."""
     compiles = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": os.environ.get("PTX_CACHE") or str(folder)}
     result = subprocess.run(
-        [sys.executable, *arguments],
+        [program, *arguments],
         env=os.environ | compiles | {"PYTHONPATH": str(SUPPORT)} | environment,
-        cwd=FOLDER.parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -76,6 +82,45 @@ def test_compiled_kernels_pass_their_tests(group: str, capability: int, tmp_path
     (line,) = (each for each in output.splitlines() if each.startswith("launches: "))
     launches = json.loads(line.removeprefix("launches: "))
     assert launches.keys() >= kernels - ({"_multiply_tiles"} if capability < 80 else set())
+
+
+@pytest.mark.sample(0)
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    not (ROOT / "build/imitated-gpu/installed").exists(),
+    reason="needs the imitated GPU: run scripts/imitated_gpu.sh once, which downloads torch for CUDA",
+)
+@pytest.mark.parametrize("capability", [75, 86])
+def test_engines_give_the_cpus_tokens(capability: int, tmp_path: Path) -> None:
+    """On the imitated GPU's streams and graphs, with KV on the device and with some in host memory."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    model = LlamaForCausalLM(config)
+    output = run(
+        tmp_path,
+        *("--run", "-m", "ptx.engine"),
+        *(str(write_gguf(tmp_path / f"{name}.gguf", model, type_name=name)) for name in ("F16", "Q4_0")),
+        program=ROOT / "scripts/imitated_gpu.sh",
+        IMITATED_GPU_CAPABILITY=str(capability),
+    )
+    launches = [json.loads(line).keys() for line in output.splitlines()]
+    attention = "attend_plain" if capability < 80 else "_attend"
+    assert all(each >= {"_add_rms_norm", "_gated", "_rope_append", attention} for each in launches)
+    assert [each >= {"_round", "_multiply_integers", "_multiply_matrices"} for each in launches] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def mutants(folder: Path, capability: int, case: str) -> list[dict[str, str | None]]:

@@ -1,8 +1,11 @@
 """The final page of `gpu_check` lists working parts, fallbacks, failures and missed targets."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from scripts.gpu_page import Page, Target
+from scripts.gpu_page import Page, Target, run_apart
 
 
 def test_a_part_that_fails_is_told_and_the_next_has_its_turn(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,3 +40,22 @@ def test_the_page_answers_all_questions() -> None:
         assert part in text
     assert "How fast\n  7 tok/s" in text
     assert "Targets\n  none was measured" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "limit_s", "expected"),
+    [
+        ("", 60.0, None),
+        ("import os; os.abort()", 60.0, "its process was ended by SIGABRT"),
+        ("import sys; sys.exit(3)", 60.0, "its process ended with exit code 3"),
+        ("import subprocess; subprocess.run(['sleep', '3600'])", 0.5, "it had not finished after 0.5 s"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_told(program: str, limit_s: float, expected: str | None) -> None:
+    assert run_apart([sys.executable, "-c", program], limit_s) == expected
+
+
+def test_a_page_passes_from_process_to_process(tmp_path: Path) -> None:
+    page = Page("a card", works=["one"], targets=[Target("auto", 0.98, 0.97)])
+    page.save(tmp_path / "page.json")
+    assert Page.load(tmp_path / "page.json") == page

@@ -9,6 +9,7 @@
     matrices       those of tensor cores
     run            executes a kernel: order of programs, warps and instructions
     driver         lets Triton launch kernels so
+    engine         a program: whole engines on the imitated GPU
 
 It checks more than a GPU: bounds and alignment. Barriers and waits between accesses to shared memory. Whole
 warps, where an instruction needs them. Unknown instructions are errors. Time is not modelled.

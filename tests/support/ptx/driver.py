@@ -20,7 +20,10 @@ from .run import run
 MOST_SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB per program
 FORMATS = {"f32": "f", "f64": "d", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "s32": "i", "s64": "q"}
 
+REGISTERS = 64  # per thread; only ptxas knows them
+
 Change = Callable[[Kernel], Kernel]
+Submit = Callable[[str, Callable[[], object]], object]
 
 
 class ImitatedGPU(AbsentGPU):
@@ -37,6 +40,7 @@ class ImitatedGPU(AbsentGPU):
         self.launches: Counter[str] = Counter()  # kernel → number
         self.executed: defaultdict[str, set[int]] = defaultdict(set)  # kernel → places of instructions
         self.change: Change = lambda kernel: kernel  # spoils kernels before they are executed
+        self.submit: Submit = lambda name, work: work()  # puts a launch on a stream, if there are streams
 
     def install(self) -> None:
         """Make all later launches of this process run here."""
@@ -49,7 +53,7 @@ class ImitatedGPU(AbsentGPU):
     def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return module, function, registers, spilled bytes and most threads, as Triton wants."""
         kernel = parse(ptx.decode())
-        return kernel, kernel, 0, 0, 1024
+        return kernel, kernel, REGISTERS, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         """Return a function that launches a kernel, as Triton calls it."""
@@ -72,9 +76,13 @@ class ImitatedGPU(AbsentGPU):
                 name: struct.pack("<" + FORMATS[kind], number)
                 for (name, kind), number in zip(kernel.parameters.items(), numbers + scratch, strict=False)
             }
-            self.launches[kernel.name] += 1
             memory = GlobalMemory(regions)
-            executed = run(kernel, (x, y, z), parameters, memory, metadata.shared, self.seed)
-            self.executed[kernel.name] |= executed
+
+            def execute() -> None:
+                executed = run(kernel, (x, y, z), parameters, memory, metadata.shared, self.seed)
+                self.executed[kernel.name] |= executed
+
+            self.launches[kernel.name] += 1
+            self.submit(kernel.name, execute)
 
         return launch
