@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.codes import FP4
-from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop import native
+from neo_desktop.models.linear.grouped import FP4, Grouped
 from neo_desktop.models.linear.packed import TILE_ROWS
 
 BLOCK = 32  # columns
@@ -120,17 +120,29 @@ def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
     return numbers.flatten(4).permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def regroup(packed: Tensor, target: Grouped, row: int) -> None:
-    """Write whole tiles of the target's type to its rows from `row` on; both are multiples of 64 rows.
+def load_stored(target: Grouped, row: int, raw: Tensor) -> None:
+    """Load rows in the file's format, `[rows, bytes of a row]` uint8, from `row` on.
+
+    Raises ValueError for scales that are not finite.
+    """
+    nbytes = native.packed_bytes(target.type_name, len(raw), target.columns)
+    packed = torch.zeros(nbytes, dtype=torch.uint8)
+    if not native.pack_quantised(target.type_name, raw.contiguous(), 0, packed):
+        raise ValueError("scales that are not finite")
+    regroup(packed.to(target.words.device), target, slice(row, row + len(raw)))
+
+
+def regroup(packed: Tensor, target: Grouped, rows: slice) -> None:
+    """Write tiles of the target's type to some of its rows.
 
     Args:
-        packed: [bytes] uint8, on the target's device.
+        packed: [bytes] uint8, on the target's device: whole tiles, with these rows first.
     """
-    layout = LAYOUTS[target.type_name]
+    layout, first = LAYOUTS[target.type_name], rows.start
     units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)
     for piece in torch.split(units, max(AT_ONCE // (TILE_ROWS * target.columns), 1)):
-        _regroup(piece, target, row)
-        row += len(piece) * TILE_ROWS
+        _regroup(piece, target, slice(first, min(first + len(piece) * TILE_ROWS, rows.stop)))
+        first += len(piece) * TILE_ROWS
 
 
 @cache
@@ -139,7 +151,7 @@ def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int8, device=device)
 
 
-def _regroup(units: Tensor, target: Grouped, row: int) -> None:
+def _regroup(units: Tensor, target: Grouped, rows: slice) -> None:
     layout, coding = LAYOUTS[target.type_name], target.coding
     header = units[..., : layout.header_bytes].contiguous().view(layout.scale_dtype)
     blocks = torch.unflatten(units[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
@@ -153,11 +165,11 @@ def _regroup(units: Tensor, target: Grouped, row: int) -> None:
         small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, layout.scales, TILE_ROWS))
         # [tiles, units, blocks, scales and minima, scales per block, rows]
         others = [each.flatten(1, 3) for each in small.unbind(3)] + others
-    rows = len(units) * TILE_ROWS
+    count = rows.stop - rows.start
     target.store(
-        row,
-        codes.to(torch.uint8).permute(0, 3, 1, 2, 4).reshape(rows, -1),
-        [each.mT.reshape(rows, -1) for each in others],
+        rows.start,
+        codes.to(torch.uint8).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:count],
+        [each.mT.flatten(0, 1)[:count] for each in others],
     )
 
 
