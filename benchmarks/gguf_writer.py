@@ -17,7 +17,7 @@ from torch import Tensor
 from neo_desktop.models import families as written
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.config import FAMILIES
-from neo_desktop.models.gguf.names import EXPERTS, name_table
+from neo_desktop.models.gguf.names import name_table
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
@@ -105,9 +105,12 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for index, layer in enumerate(decoder.layers):
         if isinstance(layer.mlp, Experts):
             assert config.experts is not None
-            for kind, attribute in EXPERTS.items():
-                matrix = getattr(layer.mlp, attribute).dense()
-                yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
+            for kind in ("gate", "up", "down"):
+                matrix = getattr(layer.mlp, kind).dense()
+                yield (
+                    f"blk.{index}.ffn_{kind}_exps.weight",
+                    matrix.view(config.experts.count, -1, matrix.shape[1]),
+                )
     names = name_table(ARCHITECTURES[config.architecture], config.num_layers)
     for weight in named_weights(decoder):
         if ".experts." in weight.name:

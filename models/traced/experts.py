@@ -42,7 +42,7 @@ def mixed(call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         if kind == "down":
             parameter, rows, columns = parameters[1], hidden, intermediate
         weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
-        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
+        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}", count)
 
     return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
 

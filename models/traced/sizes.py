@@ -59,6 +59,7 @@ class FusedSizes:
     rows: tuple[int, ...]  # per matrix
     columns: int
     label: str = ""  # its name; empty: named after the first matrix
+    experts: int = 0  # 0: not a matrix of experts
 
     @property
     def name(self) -> str:
@@ -96,7 +97,7 @@ class TracedSpec:
     # name -> shape, of parameters outside the matrices
     parameters: dict[str, tuple[int, ...]] = field(hash=False)
     matrices: tuple[FusedSizes, ...]  # in the order of their use, without the head
-    head: FusedSizes | None  # None: tied to the embedding
+    head: FusedSizes | None  # "head"; None: tied to the embedding
     embedding: str  # name of the embedding's parameter
     vocab_size: int
     hidden_size: int  # width of the head's input
@@ -120,9 +121,13 @@ class TracedSpec:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def all_matrices(self) -> tuple[FusedSizes, ...]:
+    def inner_matrices(self) -> tuple[FusedSizes, ...]:
         """Matrices of layers and experts, without the head."""
         return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
+
+    @property
+    def all_matrices(self) -> tuple[FusedSizes, ...]:
+        return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 
 NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
