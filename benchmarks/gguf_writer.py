@@ -116,7 +116,7 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         if ".experts." in weight.name:
             continue
         name, tensor = names.get_name(weight.name, try_suffixes=(".weight", ".bias")), weight.dense()
-        if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):  # see `GGUFTensor`
+        if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         yield name, tensor.float() if tensor.ndim == 1 else tensor

@@ -100,7 +100,6 @@ class TensorNames:
                             f"{place.name} is in {parts[index].source.path} and in {file.path}: download "
                             "them again."
                         )
-                    _check(tensor)
                     parts[index] = tensor
         in_order = {name: [parts[index] for index in sorted(parts)] for name, parts in found.items()}
         return {name: joined(name, parts) for name, parts in in_order.items()}
@@ -135,15 +134,15 @@ class TensorNames:
         is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
         is_shifted = family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm"
         for name, own, order in targets:
+            _check(file, own)
             if part is not None and part.is_transposed:
                 yield name, _transposed(file, own)
                 continue
             tensor = GGUFTensor(
                 file,
                 own,
-                self._config.head_dim if is_rotated else None,
                 1.0 if is_shifted else 0.0,
-                order,
+                _halves_apart(file, own, self._config.head_dim) if is_rotated else order,
                 _decay_logarithm if kind == "ssm_a" else None,
             )
             yield name, self._shaped(name, tensor)
@@ -189,15 +188,21 @@ class TensorNames:
         return replace(tensor, reshaped=expected)
 
 
-def _check(tensor: GGUFTensor) -> None:
-    place, file = tensor.place, tensor.source
-    if len(place.shape) > 2 or place.shape[0] % (tensor.rotated_heads or 1):
+def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:
+    """Raise ModelError unless a tensor is a matrix or a vector, with a multiple of `unit` rows."""
+    if len(place.shape) > 2 or place.shape[0] % unit:
         raise ModelError(
             f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
             "model has: download it again."
         )
     if len(place.shape) == 1 and place.type.dtype is None:
         raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
+
+
+def _halves_apart(file: GGUFFile, place: TensorPlace, head_dim: int) -> Tensor:
+    """Return the order in which RoPE pairs row i with i + head_dim / 2; the file pairs neighbours."""
+    _check(file, place, head_dim)
+    return torch.arange(place.shape[0]).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:

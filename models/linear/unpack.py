@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.linear.grouped import FP4, Grouped
+from neo_desktop.models.linear.grouped import CODINGS, FP4, Grouped
 from neo_desktop.models.linear.packed import TILE_ROWS
+from neo_desktop.models.linear.quantised import WIDENED
 
 BLOCK = 32  # columns
 AT_ONCE = 2**22  # numbers; intermediate results take about 20 bytes for each
@@ -65,22 +66,19 @@ class Layout:
         return torch.bfloat16 if self.is_fp4 else torch.float16
 
 
-_Q6_K = Layout(6, 32, scales=2)
-LAYOUTS = {
-    "Q8_0": Layout(8),
-    "Q4_0": Layout(4, 8),
-    "Q4_1": Layout(4, has_minima=True),
-    "Q5_0": Layout(5, 16),
-    "Q5_1": Layout(5, has_minima=True),
-    "Q2_K": Layout(4, has_minima=True, scales=2),
-    "Q3_K": _Q6_K,
-    "Q4_K": Layout(4, has_minima=True, scales=1),
-    "Q5_K": Layout(5, has_minima=True, scales=1),
-    "Q6_K": _Q6_K,
-    "IQ4_NL": Layout(8),
-    "IQ4_XS": Layout(8, scales=1),
-    "MXFP4": Layout(4, is_fp4=True),
-}
+def _layout(type_name: str) -> Layout:
+    coding = CODINGS[type_name]
+    bits = WIDENED.get(type_name, coding.bits)
+    return Layout(
+        bits,
+        2 ** (bits - 1) if coding.centre and bits < 8 else 0,
+        coding.has_minima,
+        BLOCK // coding.group if coding.has_units else 0,
+        coding.scale_dtype is torch.bfloat16,
+    )
+
+
+LAYOUTS = {type_name: _layout(type_name) for type_name in CODINGS}
 """Keys are the names of `native.STORED_TYPES`."""
 
 
