@@ -132,7 +132,9 @@ class TensorNames:
         family, kind = self._family, place.name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
         part = family.by_head.get(kind)
         is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
-        is_shifted = family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm"
+        undo = _decay_logarithm if kind == "ssm_a" else None
+        if family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm":
+            undo = _without_one
         for name, own, order in targets:
             _check(file, own)
             if part is not None and part.is_transposed:
@@ -141,9 +143,8 @@ class TensorNames:
             tensor = GGUFTensor(
                 file,
                 own,
-                1.0 if is_shifted else 0.0,
                 _halves_apart(file, own, self._config.head_dim) if is_rotated else order,
-                _decay_logarithm if kind == "ssm_a" else None,
+                undo,
             )
             yield name, self._shaped(name, tensor)
 
@@ -210,6 +211,10 @@ def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:
     return GGUFTensor(
         file, place, undo=lambda numbers: numbers.reshape(rows, columns).t(), reshaped=(columns, rows)
     )
+
+
+def _without_one(stored: Tensor) -> Tensor:
+    return stored - 1
 
 
 def _decay_logarithm(stored: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ class GGUFTensor:
     """A tensor of a GGUF file.
 
     Args:
-        shift: an offset that the file adds to the floats; reading subtracts it.
         order: indices of the stored rows, in the parameter's order; None: it is the same.
         undo: reverts the converter's function of the floats.
         reshaped: the parameter's shape, if the file has other dimensions of size 1, or a vector's groups.
@@ -29,7 +28,6 @@ class GGUFTensor:
 
     source: GGUFFile
     place: TensorPlace
-    shift: float = 0.0
     order: Tensor | None = None
     undo: Callable[[Tensor], Tensor] | None = None
     reshaped: tuple[int, ...] | None = None
@@ -65,7 +63,6 @@ class GGUFTensor:
     def dequantised(self, first: int, end: int) -> Tensor:
         """Return rows as floats: `[rows, columns]`, or `[rows]` for a vector."""
         numbers = self.place.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
-        numbers = numbers - self.shift if self.shift else numbers
         return numbers if self.undo is None else self.undo(numbers)
 
     def raw_pieces(self, rows: int) -> Rows:

@@ -1,4 +1,4 @@
-"""Dequantisation of a CPU's quantised tiles on any device, and their conversion to a GPU's layout.
+"""A CPU's quantised tiles in a GPU's layout, and as floats on any device.
 
 native/include/neo_desktop/quantised_kernels.h draws the layout. These operators use torch; `engine.kernels`
 has a faster one.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.linear.grouped import CODINGS, FP4, Grouped
+from neo_desktop.models.linear.grouped import CODINGS, Grouped, dequantise
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.quantised import WIDENED
 
@@ -89,33 +89,15 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
         packed: [bytes] uint8, of whole tiles.
         out: [rows, columns], contiguous, of any floating-point dtype.
     """
-    layout = LAYOUTS[type_name]
-    tile_bytes = out.shape[1] // BLOCK // layout.unit_blocks * layout.unit_bytes
-    step = max(AT_ONCE // (out.shape[1] * TILE_ROWS), 1)
-    tiles = packed.view(-1, layout.unit_bytes)
-    units = tile_bytes // layout.unit_bytes
-    for first in range(0, len(tiles) // units, step):
-        some = tiles[first * units : (first + step) * units].view(-1, units, layout.unit_bytes)
+    layout, columns = LAYOUTS[type_name], out.shape[1]
+    tile_bytes = columns // BLOCK // layout.unit_blocks * layout.unit_bytes
+    tiles = packed.view(-1, tile_bytes)
+    step = max(AT_ONCE // (columns * TILE_ROWS), 1)
+    for first in range(0, len(tiles), step):
         rows = out[first * TILE_ROWS : (first + step) * TILE_ROWS]
-        rows.copy_(_numbers(layout, some).flatten(0, 1)[: len(rows)])
-
-
-def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
-    """Return tiles `[tiles, units, bytes]` as numbers `[tiles, rows, columns]` float32."""
-    header = tiles[..., : layout.header_bytes].contiguous().view(layout.scale_dtype).float()
-    blocks = torch.unflatten(tiles[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
-    codes = _codes(layout, blocks[..., layout.scale_bytes :])
-    # [tiles, units, blocks, scales per block, rows]
-    scales, minima = header[:, :, None, None, :TILE_ROWS], header[:, :, None, None, TILE_ROWS:]
-    if layout.scales:
-        small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, TILE_ROWS))
-        scales = scales * small[..., : layout.scales, :].view(torch.int8).float()
-        if layout.has_minima:
-            minima = minima * small[..., layout.scales :, :].float()
-    numbers = torch.unflatten(codes, 4, (scales.shape[3], -1)) * scales.transpose(3, 4)[..., None]
-    if layout.has_minima:
-        numbers += minima.transpose(3, 4)[..., None]
-    return numbers.flatten(4).permute(0, 3, 1, 2, 4).flatten(2)
+        regrouped = Grouped(type_name, len(rows), columns, out.device)
+        regroup(tiles[first : first + step].flatten(), regrouped, slice(0, len(rows)))
+        dequantise(regrouped, 0, rows)
 
 
 def load_stored(target: Grouped, row: int, raw: Tensor) -> None:
@@ -169,14 +151,6 @@ def _regroup(units: Tensor, target: Grouped, rows: slice) -> None:
         codes.to(torch.uint8).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:count],
         [each.mT.flatten(0, 1)[:count] for each in others],
     )
-
-
-def _codes(layout: Layout, blocks: Tensor) -> Tensor:
-    """Return the codes of blocks, minus the offset, as `[tiles, units, blocks, rows, 32]` float32."""
-    codes = _stored_codes(layout, blocks)
-    if layout.is_fp4:
-        return torch.tensor(FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
-    return codes.float() - layout.offset
 
 
 def _stored_codes(layout: Layout, blocks: Tensor) -> Tensor:

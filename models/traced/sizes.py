@@ -75,19 +75,12 @@ class Mixed:
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[FusedSizes, ...]  # by `kinds`, each with the experts' matrices stacked
+    matrices: tuple[FusedSizes, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
     gating: Gating = "silu"
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return ("gate", "up", "down")[3 - len(self.matrices) :]
-
-    def named(self) -> dict[str, FusedSizes]:
-        return dict(zip(self.kinds, self.matrices, strict=True))
-
-    def kinds_of(self, parameter: str) -> tuple[str, ...]:
-        """Return the kinds of matrices in a parameter, `gate_up` or `down`."""
-        return self.kinds[-1:] if parameter == self.down else self.kinds[:-1]
+    def of(self, parameter: str) -> tuple[FusedSizes, ...]:
+        """Return the matrices in a parameter, `gate_up` or `down`."""
+        return self.matrices[-1:] if parameter == self.down else self.matrices[:-1]
 
 
 @dataclass(frozen=True, slots=True)
