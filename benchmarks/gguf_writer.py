@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models import families as written
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.config import FAMILIES
-from neo_desktop.models.gguf.names import EXPERTS, name_table
+from neo_desktop.models.gguf.names import name_table
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
-from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
 _WRITTEN = {family.architecture for family in written.FAMILIES}
@@ -68,6 +68,11 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
         writer.close()
 
 
+def has_linear_rope(config: ModelConfig) -> bool:
+    """Return True if all frequencies of RoPE are divided by one factor."""
+    return len(set(config.rope.factors)) == 1
+
+
 def _type(tensor: Tensor, type_name: str | None) -> str:
     """Return the name of a tensor's type; vectors keep their dtype."""
     return _TYPES[tensor.dtype] if type_name is None or tensor.ndim == 1 else type_name
@@ -91,9 +96,9 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.per_token)
         writer.add_expert_feed_forward_length(config.experts.intermediate_size)
-    if isinstance(config.rope.scaling, LinearScaling):
+    if has_linear_rope(config):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope.scaling.factor)
+        writer.add_rope_scaling_factor(config.rope.factors[0])
     writer.add_tokenizer_model("rwkv")  # the only model that needs no special tokens
     writer.add_token_list(["\\n", *(f"<{token}>" for token in range(1, config.vocab_size))])
 
@@ -105,18 +110,20 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     for index, layer in enumerate(decoder.layers):
         if isinstance(layer.mlp, Experts):
             assert config.experts is not None
-            for kind, attribute in EXPERTS.items():
-                matrix = getattr(layer.mlp, attribute).dense()
-                yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
+            for kind in ("gate", "up", "down"):
+                matrix = getattr(layer.mlp, kind).dense()
+                yield (
+                    f"blk.{index}.ffn_{kind}_exps.weight",
+                    matrix.view(config.experts.count, -1, matrix.shape[1]),
+                )
     names = name_table(ARCHITECTURES[config.architecture], config.num_layers)
     for weight in named_weights(decoder):
         if ".experts." in weight.name:
             continue
         name, tensor = names.get_name(weight.name, try_suffixes=(".weight", ".bias")), weight.dense()
-        if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):  # see `GGUFTensor`
+        if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         yield name, tensor.float() if tensor.ndim == 1 else tensor
-    if isinstance(config.rope.scaling, Llama3Scaling | FactorScaling):
-        plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        yield ROPE_FACTORS, plain / config.rope.inverse_frequencies(config.head_dim)
+    if config.rope.factors and not has_linear_rope(config):
+        yield ROPE_FACTORS, torch.tensor(config.rope.factors)

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gguf_writer import ARCHITECTURES, write_gguf
+from benchmarks.gguf_writer import ARCHITECTURES, has_linear_rope, write_gguf
 from benchmarks.shown import model_arguments
 from neo_desktop.app.bench.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare, run
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
@@ -46,7 +46,6 @@ from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 
 PROGRAM = shutil.which(os.environ.get("LLAMA_SERVER", "llama-server")) or "llama-server"
 TOLERANCE = TOLERANCES[torch.float16]  # on the CPU its flash attention rounds to 16 bits for any KV
@@ -57,7 +56,7 @@ KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 def check_expressible(config: ModelConfig) -> None:
     """Raise ValueError for a model that llama.cpp computes differently, or that this module cannot write."""
-    scaling, experts = config.rope.scaling, config.experts
+    rope, experts = config.rope, config.experts
     reason = None
     if config.architecture not in ARCHITECTURES:
         reason = f"the architecture {config.architecture}"
@@ -69,10 +68,10 @@ def check_expressible(config: ModelConfig) -> None:
         reason = "a mix of dense layers and layers with experts"
     elif experts is not None and not experts.normalises:
         reason = "weights of experts that are not normalised"
-    elif isinstance(scaling, Llama3Scaling | FactorScaling) and ARCHITECTURES[config.architecture] != "llama":
+    elif rope.stretched_tokens:
+        reason = "YaRN's rotation"
+    elif rope.factors and not has_linear_rope(config) and ARCHITECTURES[config.architecture] != "llama":
         reason = f"Llama 3's rotation in {config.architecture}"
-    elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
-        reason = f"the rotation {type(scaling).__name__}"
     if reason is not None:
         raise ValueError(f"llama.cpp cannot run this model, because of {reason}: choose another one")
 

@@ -14,7 +14,7 @@ from neo_desktop.models.families import described, experts_of, family_of, layer_
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
-from neo_desktop.models.rope import RopeConfig, YarnScaling
+from neo_desktop.models.rope import RopeConfig
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
@@ -165,8 +165,9 @@ class ModelConfig:
         num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=limits.MAX_HEADS)
         check_heads(file.path, num_heads, num_kv_heads, head_dim, unsupported)
         trained_tokens = file.integer("max_position_embeddings")
-        rope = RopeConfig.from_config(file, trained_tokens)
-        max_context_tokens = stretched_tokens(trained_tokens, rope)
+        rope = RopeConfig.from_config(file, trained_tokens, head_dim)
+        # Qwen's model cards tell users to enable YaRN and to leave max_position_embeddings unchanged.
+        max_context_tokens = min(max(trained_tokens, rope.stretched_tokens), limits.MAX_CONTEXT_TOKENS)
         attention_bias = file.boolean("attention_bias", False)
         return cls(
             architecture=family.architecture,
@@ -320,18 +321,6 @@ def check_heads(
             f"{path}: heads of {head_dim} numbers are not supported; attention is computed for multiples "
             f"of {limits.HEAD_UNIT} up to {limits.LARGEST_HEAD}."
         )
-
-
-def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
-    """Return the longest context, in tokens; with YaRN, the stretched length.
-
-    Qwen's model cards tell users to enable YaRN and to leave max_position_embeddings unchanged. The stretched
-    length is meant.
-    """
-    if not isinstance(rope.scaling, YarnScaling):
-        return trained_tokens
-    stretched = int(rope.scaling.factor * rope.scaling.original_max_tokens)
-    return min(max(trained_tokens, stretched), limits.MAX_CONTEXT_TOKENS)
 
 
 def generation_file(path: Path) -> JsonFile:

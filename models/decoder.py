@@ -90,14 +90,18 @@ class Decoder:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        self.matrices: dict[str, Linear] = {}
+        """The matrices under the names of `WeightFormat.named`."""
         matrices = config.matrices
 
         def linear(name: str, layer: int | None = None) -> Linear:
             matrix = matrices[name]
-            weight_format = form.named(name if layer is None else f"{layer}.{name}")
-            return weight_format.empty(
+            full_name = name if layer is None else f"{layer}.{name}"
+            made = form.named(full_name).empty(
                 matrix.rows, matrix.columns, has_bias=matrix.has_bias, dtype=dtype, device=device
             )
+            self.matrices[full_name] = made
+            return made
 
         def mlp(layer: int) -> GatedMLP | Experts:
             if config.experts is None or layer not in config.experts.layers:
@@ -109,6 +113,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.embedding = empty_embedding(form, config.vocab_size, config.hidden_size, dtype, device)
+        self.matrices["embedding"] = self.embedding
         normed_heads = config.num_heads + config.num_kv_heads
         self.layers = [
             LayerWeights(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
-from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.stacked import StackedExperts
 
@@ -49,17 +48,6 @@ class ExpertScratch(NamedTuple):
 
     @classmethod
     def empty(
-        cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
-    ) -> "ExpertScratch | None":
-        """Allocate uninitialised tensors for `rows` rows; None for a model without experts."""
-        experts = config.experts
-        if experts is None:
-            return None
-        sizes = experts.per_token, experts.intermediate_size, config.hidden_size
-        return cls.of_sizes(rows, experts.count, *sizes, dtype, device)
-
-    @classmethod
-    def of_sizes(
         cls,
         rows: int,
         count: int,
@@ -69,7 +57,7 @@ class ExpertScratch(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "ExpertScratch":
-        """Allocate uninitialised tensors for these sizes."""
+        """Allocate uninitialised tensors for `rows` rows."""
         pairs = min(rows, ROWS_AT_ONCE) * per_token
 
         def room(rows: int, columns: int) -> Tensor:

@@ -151,7 +151,7 @@ def _fill(split: OffloadedLinear, rows: slice, piece: Piece, packed: Tensor) -> 
     if isinstance(resident, PackedMatrix):
         resident.packed_parts[0].tiles_of(rows).copy_(packed)
     elif isinstance(resident, QuantisedOnGPU):
-        regroup(packed, resident.parts[0], rows.start)
+        regroup(packed, resident.parts[0], rows)
     else:
         assert isinstance(resident, Plain)
         split.unpack(piece.part, packed, resident.weight[rows])

@@ -1,6 +1,6 @@
 """The buffers of a sub-batch that stages read and write, allocated once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,8 +39,12 @@ class Scratch:
         def room(width: int) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)
 
-        experts = ExpertScratch.empty(config, rows, dtype, device)
-        return cls(room(config.hidden_size), room(2 * intermediate), room(intermediate), experts)
+        scratch = cls(room(config.hidden_size), room(2 * intermediate), room(intermediate))
+        experts = config.experts
+        if experts is None:
+            return scratch
+        sizes = experts.count, experts.per_token, experts.intermediate_size, config.hidden_size
+        return replace(scratch, experts=ExpertScratch.empty(rows, *sizes, dtype, device))
 
     def first(self, rows: int) -> "Scratch":
         """Return views of the first rows."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
@@ -14,8 +13,8 @@ from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
+from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import FLOATS
-from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
 
 
@@ -109,48 +108,20 @@ def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
     return f"{', '.join(changes)}, others kept as they are" if changes else "kept as they are"
 
 
-def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
-    """Return, for each name of `WeightFormat.named` and for "embedding", the tensors of its parts."""
-    if isinstance(config, TracedConfig):
-        traced = config.of_model
-        names = {fused.name: list(fused.weights) for fused in traced.all_matrices}
-        if config.source.predicts:
-            return names  # its embedding and head are the model's
-        names |= {} if traced.head is None else {"head": list(traced.head.weights)}
-        return names | {"embedding": [traced.embedding]}
-    names = {"embedding": ["model.embed_tokens.weight"]}
-    if not config.tie_word_embeddings:
-        names["head"] = ["lm_head.weight"]
-    for index in range(config.num_layers):
-        attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
-        names[f"{index}.qkv"] = [f"{attention}{part}_proj.weight" for part in "qkv"]
-        names[f"{index}.output"] = [f"{attention}o_proj.weight"]
-        if config.experts is not None and index in config.experts.layers:
-            for kind in ("gate", "up", "down"):
-                modules = expert_names(config.architecture).of_each(kind, range(config.experts.count))
-                names[f"{index}.experts_{kind}"] = [
-                    f"model.layers.{index}.{module}.weight" for module in modules
-                ]
-            continue
-        names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
-        names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
-    return names
-
-
 def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
     """Return the format for a CPU that keeps as many matrices quantised as possible.
 
     Fused matrices stay quantised if all their parts can.
     """
     matrices: dict[str, tuple[PartShape, ...]] = {}
-    for name, tensors in matrix_names(config).items():
-        parts = [weights.tensors[tensor] for tensor in tensors]
+    for fused in matrices_of(config):
+        parts = [weights.tensors[name] for name in fused.weights]
         if any(part.is_quantised for part in parts):
             shapes = [
                 PartShape(part.blocks.type_name if part.blocks else part.type_name, part.shape[0])
                 for part in parts
             ]
-            matrices[name] = tuple(merged(shapes) if "experts_" in name else shapes)
+            matrices[fused.name] = tuple(merged(shapes) if fused.experts else shapes)
     return StoredForm(stored=matrices)
 
 
@@ -159,13 +130,11 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
 
     Matrices whose width is not a multiple of its block size use Q8_0, which has the shortest blocks.
     """
-    columns = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
-    columns["embedding"] = (config.vocab_size, config.hidden_size)
     elements = BY_NAME[type_name].elements
     return StoredForm(
         stored={
-            name: (PartShape("Q8_0" if width % elements else type_name, rows),)
-            for name, (rows, width) in columns.items()
+            fused.name: (PartShape("Q8_0" if fused.columns % elements else type_name, sum(fused.rows)),)
+            for fused in matrices_of(config)
         }
     )
 

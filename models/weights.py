@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder, Experts
-from neo_desktop.models.experts_config import expert_names
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import is_buffer, predicting_layers
 from neo_desktop.models.linear.offloaded import OffloadedLinear
@@ -21,11 +20,13 @@ from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
+from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import FLOATS, Blocks, StoredTensor
 from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import parts_of_stacks
+from neo_desktop.models.traced.sizes import FusedSizes
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -49,66 +50,28 @@ class NamedWeight:
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     """Yield all weights of a decoder."""
     if isinstance(decoder, TracedDecoder):
-        yield from _traced_weights(decoder)
-        return
-    config = decoder.config
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield from _parts("model.", decoder.embedding, hidden, {"embed_tokens": config.vocab_size})
+        yield from (_tensor(name, tensor) for name, tensor in decoder.tensors.items())
+    else:
+        yield from _written_tensors(decoder)
+    for fused in matrices_of(decoder.config):
+        yield from _parts(fused, decoder.matrices[fused.name])
+
+
+def _written_tensors(decoder: Decoder) -> Iterator[NamedWeight]:
+    """Yield the weights outside matrices."""
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
         yield _tensor(prefix + "input_layernorm.weight", layer.input_norm)
         yield _tensor(prefix + "post_attention_layernorm.weight", layer.post_attention_norm)
         if layer.qk_norm is not None:
-            heads = zip(("q_norm", "k_norm"), layer.qk_norm.tensor_split([config.num_heads]), strict=True)
-            for name, rows in heads:  # a row per head, all equal
+            heads = layer.qk_norm.tensor_split([decoder.config.num_heads])
+            for name, rows in zip(("q_norm", "k_norm"), heads, strict=True):  # a row per head, all equal
                 yield replace(
                     _tensor(f"{prefix}self_attn.{name}.weight", rows[0]), load=partial(_copy_to_all, rows)
                 )
         if layer.sinks is not None:
             yield _tensor(prefix + "self_attn.sinks", layer.sinks)
-        qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
-        yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})
-        if isinstance(layer.mlp, Experts):
-            yield from _expert_weights(prefix, layer.mlp, config, index)
-            continue
-        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        yield from _parts(prefix + "mlp.", layer.mlp.gate_up, hidden, gate_up)
-        yield from _parts(prefix + "mlp.", layer.mlp.down, intermediate, {"down_proj": hidden})
     yield _tensor("model.norm.weight", decoder.final_norm)
-    if not config.tie_word_embeddings:
-        yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
-
-
-def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
-    name, is_whole = decoder.spec.embedding, not decoder.config.source.predicts
-    if is_whole:
-        vocab, width = decoder.spec.parameters[name]
-        yield _matrix(name, decoder.embedding, width, slice(0, vocab))
-    for name, tensor in decoder.tensors.items():
-        yield _tensor(name, tensor)
-    for fused, linear in decoder.fused:
-        if fused == decoder.spec.head and not is_whole:
-            continue
-        rows = dict(zip(fused.weights, fused.rows, strict=True))
-        parts = list(_parts("", linear, fused.columns, rows))
-        for part, name in zip(parts, (*fused.weights, *fused.biases), strict=True):
-            yield replace(part, name=name)
-
-
-def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: int) -> Iterator[NamedWeight]:
-    assert config.experts is not None
-    names, count = expert_names(config.architecture), config.experts.count
-    hidden, intermediate = config.hidden_size, config.experts.intermediate_size
-    yield from _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": count})
-    for kind, rows, columns in (
-        ("gate", intermediate, hidden),
-        ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
-    ):
-        expert_rows = dict.fromkeys(names.of_each(kind, range(count)), rows)
-        yield from _parts(prefix, getattr(experts, kind), columns, expert_rows)
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
@@ -122,15 +85,14 @@ def _copy_to_all(rows: Tensor, row: int, values: Tensor) -> None:
     rows[:, row : row + len(values)].copy_(values)
 
 
-def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> Iterator[NamedWeight]:
-    """Yield weights, then biases, of fused layers; `rows`: name → number of rows."""
-    ends = accumulate(rows.values())
-    parts = {name: slice(end - rows[name], end) for name, end in zip(rows, ends, strict=True)}
-    for name, part in parts.items():
-        yield _matrix(f"{prefix}{name}.weight", linear, columns, part)
-    if linear.bias is not None:
-        for name, part in parts.items():
-            yield _bias(f"{prefix}{name}.bias", linear, linear.bias[part], part.start)
+def _parts(fused: FusedSizes, linear: Linear) -> Iterator[NamedWeight]:
+    """Yield the weights, then the biases, of a matrix."""
+    ends = accumulate(fused.rows)
+    parts = [slice(end - rows, end) for rows, end in zip(fused.rows, ends, strict=True)]
+    for name, part in zip(fused.weights, parts, strict=True):
+        yield _matrix(name, linear, fused.columns, part)
+    for name, part in zip(fused.biases, parts, strict=False):
+        yield _bias(name, linear, part)
 
 
 def _matrix(name: str, linear: Linear, columns: int, part: slice) -> NamedWeight:
@@ -143,11 +105,12 @@ def _matrix(name: str, linear: Linear, columns: int, part: slice) -> NamedWeight
     return replace(weight, load_stored=lambda row, raw: linear.load_stored(part.start + row, raw))
 
 
-def _bias(name: str, linear: Linear, bias: Tensor, first: int) -> NamedWeight:
-    weight = _tensor(name, bias)
+def _bias(name: str, linear: Linear, part: slice) -> NamedWeight:
+    assert linear.bias is not None
+    weight = _tensor(name, linear.bias[part])
     if not isinstance(linear, OffloadedLinear):
         return weight
-    return replace(weight, load=lambda row, values: linear.load_bias(first + row, values))
+    return replace(weight, load=lambda row, values: linear.load_bias(part.start + row, values))
 
 
 class Weights:

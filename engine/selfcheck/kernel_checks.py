@@ -35,8 +35,7 @@ from neo_desktop.models import operators
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.linear import grouped, unpack
-from neo_desktop.models.linear.codes import UNIT
-from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
+from neo_desktop.models.linear.grouped import MOST_ROWS, UNIT, Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 from neo_desktop.models.recurrent import Spans

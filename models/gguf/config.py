@@ -20,7 +20,6 @@ from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
-from neo_desktop.models.rope import FactorScaling
 from neo_desktop.models.traced.config import TracedConfig, of_prediction, traced_config
 from neo_desktop.models.traced.sizes import FusedSizes, Source
 
@@ -121,12 +120,12 @@ def _written(own: Entries, values: Values) -> ModelConfig:
     biases: dict[str, Any] = {flag: name in own.shapes for flag, name in _MATRIX_BIASES.items()}
     if ROPE_FACTORS not in own.shapes:
         return replace(config, **biases)
-    if config.rope.scaling is not None:
+    if config.rope.factors:
         raise UnsupportedModelError(f"{own.path} scales RoPE in two ways, which is not supported.")
     factors = own.floats(ROPE_FACTORS)
     if len(factors) != config.head_dim // 2 or not all(1e-6 < factor < 1e9 for factor in factors):
         raise ModelError(f"{own.path} has {ROPE_FACTORS} that are not valid factors: download it again.")
-    return replace(config, rope=replace(config.rope, scaling=FactorScaling(tuple(factors))), **biases)
+    return replace(config, rope=replace(config.rope, factors=tuple(factors)), **biases)
 
 
 def _values(own: Entries, family: Family) -> Values:

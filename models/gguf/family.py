@@ -46,7 +46,7 @@ class Family:
         has_head_dim: config.json has the head size; otherwise it follows from other sizes.
         has_own_heads: `values` has all sizes of heads, and RoPE's parameters.
         is_partly_rotated: RoPE may cover only part of a head.
-        rotates_neighbours: rows of queries and keys are in llama.cpp's order, see `GGUFTensor`.
+        rotates_neighbours: RoPE pairs neighbouring rows of queries and keys, not those of two halves.
         is_hybrid: some layers have no attention.
         shifts_norms: the converter has added one to the norms' weights, except a state's (`ssm_norm`).
         renamed: text in parameter names -> text in the names that gguf's table has.

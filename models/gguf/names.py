@@ -12,20 +12,19 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.tensors import GGUFTensor, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.sizes import TracedSpec
+from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import named_weights
 
-# One tensor holds a layer's experts.
-EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(?:weight|bias))?")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)\.(.+)")
+_NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 _PART = re.compile(r"(.*)\[(\d+)\]")  # of a parameter that files store as several tensors
 # Of a layer of multi-token prediction, which has further tensors: `nextn.` and one of these names.
 _PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
@@ -48,12 +47,15 @@ class TensorNames:
 
     def __init__(self, config: ModelConfig, architecture: str, family: Family) -> None:
         values: Values = {"num_hidden_layers": config.num_layers}
+        make: type[Decoder] = Decoder
         if isinstance(config, TracedConfig):
             values = json.loads(config.source.config_json or "{}")
-            values = values.get("text_config", values)
-            self._shapes, self._stacks = _traced(config.of_model)
-        else:
-            self._shapes, self._stacks = _written(config)
+            values, make = values.get("text_config", values), TracedDecoder
+        self._stacks = _stacks(config)
+        stacked = {name for blocks in self._stacks.values() for names in blocks for name in names}
+        decoder = make(config, dtype=config.dtype, device=torch.device("meta"))
+        weights = named_weights(decoder)
+        self._shapes = {each.name: each.shape for each in weights if each.name not in stacked}
         self._family, self._layers = family, values["num_hidden_layers"]
         self._predicting: str | None = None  # prefix of the layer of multi-token prediction that is meant
         if isinstance(config, TracedConfig) and config.source.predicts:
@@ -98,7 +100,6 @@ class TensorNames:
                             f"{place.name} is in {parts[index].source.path} and in {file.path}: download "
                             "them again."
                         )
-                    _check(tensor)
                     parts[index] = tensor
         in_order = {name: [parts[index] for index in sorted(parts)] for name, parts in found.items()}
         return {name: joined(name, parts) for name, parts in in_order.items()}
@@ -131,18 +132,19 @@ class TensorNames:
         family, kind = self._family, place.name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
         part = family.by_head.get(kind)
         is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
-        is_shifted = family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm"
+        undo = _decay_logarithm if kind == "ssm_a" else None
+        if family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm":
+            undo = _without_one
         for name, own, order in targets:
+            _check(file, own)
             if part is not None and part.is_transposed:
                 yield name, _transposed(file, own)
                 continue
             tensor = GGUFTensor(
                 file,
                 own,
-                self._config.head_dim if is_rotated else None,
-                1.0 if is_shifted else 0.0,
-                order,
-                _decay_logarithm if kind == "ssm_a" else None,
+                _halves_apart(file, own, self._config.head_dim) if is_rotated else order,
+                undo,
             )
             yield name, self._shaped(name, tensor)
 
@@ -187,15 +189,21 @@ class TensorNames:
         return replace(tensor, reshaped=expected)
 
 
-def _check(tensor: GGUFTensor) -> None:
-    place, file = tensor.place, tensor.source
-    if len(place.shape) > 2 or place.shape[0] % (tensor.rotated_heads or 1):
+def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:
+    """Raise ModelError unless a tensor is a matrix or a vector, with a multiple of `unit` rows."""
+    if len(place.shape) > 2 or place.shape[0] % unit:
         raise ModelError(
             f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
             "model has: download it again."
         )
     if len(place.shape) == 1 and place.type.dtype is None:
         raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
+
+
+def _halves_apart(file: GGUFFile, place: TensorPlace, head_dim: int) -> Tensor:
+    """Return the order in which RoPE pairs row i with i + head_dim / 2; the file pairs neighbours."""
+    _check(file, place, head_dim)
+    return torch.arange(place.shape[0]).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:
@@ -205,47 +213,28 @@ def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:
     )
 
 
+def _without_one(stored: Tensor) -> Tensor:
+    return stored - 1
+
+
 def _decay_logarithm(stored: Tensor) -> Tensor:
     """Return A_log of the stored -exp(A_log)."""
     return torch.log(-stored)
 
 
-_Shapes = dict[str, tuple[int, ...]]
-_Stacks = dict[str, list[list[str]]]
-"""A tensor that holds a layer's experts -> the experts' names, one list per block of rows."""
-
-
-def _traced(spec: TracedSpec) -> tuple[_Shapes, _Stacks]:
-    shapes: _Shapes = dict(spec.parameters)
-    for fused in (*spec.matrices, *(() if spec.head is None else (spec.head,))):
-        sizes = zip(fused.weights, fused.rows, strict=True)
-        shapes |= {name: (rows, fused.columns) for name, rows in sizes}
-        shapes |= dict.fromkeys(fused.biases, ())
-    stacks: _Stacks = {}
-    for moe in spec.moe_layers:
-        layer = _LAYER.fullmatch(moe.gate_up)
-        prefix = f"blk.{layer[2] if layer else 0}."
-        names = {kind: list(fused.weights) for kind, fused in moe.named().items()}
-        of_kind = {kind: f"{prefix}{stored}.weight" for stored, kind in EXPERTS.items()}
-        stacks |= {of_kind[kind]: [weights] for kind, weights in names.items()}
-        if "gate" in names:
-            stacks[f"{prefix}ffn_gate_up_exps.weight"] = [names["gate"], names["up"]]
-    return shapes, stacks
-
-
-def _written(config: ModelConfig) -> tuple[_Shapes, _Stacks]:
-    decoder = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
-    weights = [weight for weight in named_weights(decoder) if ".experts." not in weight.name]
-    shapes, stacks = {weight.name: weight.shape for weight in weights}, _Stacks()
-    if config.experts is None:
-        return shapes, stacks
-    names, every = expert_names(config.architecture), range(config.experts.count)
-    for layer in config.experts.layers:
-        for stored, kind in EXPERTS.items():
-            modules = [f"model.layers.{layer}.{module}" for module in names.of_each(kind, every)]
-            for end in ("weight", "bias"):
-                stacks[f"blk.{layer}.{stored}.{end}"] = [[f"{module}.{end}" for module in modules]]
-    return shapes, stacks
+def _stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
+    """Return tensors that hold a layer's experts -> the experts' names, one list per block of rows."""
+    stacks: dict[str, list[list[str]]] = {}
+    for fused in matrices_of(config):
+        if fused.experts:
+            layer = _NUMBER.search(fused.name)
+            prefix, kind = f"blk.{layer[1] if layer else 0}.", fused.name.rpartition("experts_")[2]
+            stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(fused.weights)]
+            if fused.biases:
+                stacks[f"{prefix}ffn_{kind}_exps.bias"] = [list(fused.biases)]
+            if kind != "down":
+                stacks.setdefault(f"{prefix}ffn_gate_up_exps.weight", []).append(list(fused.weights))
+    return stacks
 
 
 def _of_experts(blocks: list[list[str]], place: TensorPlace) -> Iterator[Target]:

@@ -21,18 +21,13 @@ class GGUFTensor:
     """A tensor of a GGUF file.
 
     Args:
-        rotated_heads: head size if RoPE pairs are interleaved as in llama.cpp, which rotates channel 2i with
-            2i + 1; the decoder rotates i with i + head_dim / 2. None: rows are in the decoder's order.
-        shift: an offset that the file adds to the floats; reading subtracts it.
-        order: indices of the stored rows, in the parameter's order; not with `rotated_heads`.
+        order: indices of the stored rows, in the parameter's order; None: it is the same.
         undo: reverts the converter's function of the floats.
         reshaped: the parameter's shape, if the file has other dimensions of size 1, or a vector's groups.
     """
 
     source: GGUFFile
     place: TensorPlace
-    rotated_heads: int | None = None
-    shift: float = 0.0
     order: Tensor | None = None
     undo: Callable[[Tensor], Tensor] | None = None
     reshaped: tuple[int, ...] | None = None
@@ -57,36 +52,27 @@ class GGUFTensor:
     def raw(self, first: int, end: int) -> Tensor:
         """Return rows in the file's format but the decoder's order: `[rows, bytes of a row]` uint8.
 
-        If the order is the same, it is a read-only view of the file. Otherwise `first` and `end` must be
-        multiples of the head size.
+        If the order is the same, it is a read-only view of the file.
         """
         with warnings.catch_warnings():  # torch warns that the view is read-only
             warnings.simplefilter("ignore")
             stored = torch.from_numpy(self.source.raw(self.place))
         rows = stored.view(self.place.shape[0], -1)
-        rows = rows[first:end] if self.order is None else rows[self.order[first:end]]
-        if self.rotated_heads is None:
-            return rows
-        pairs = rows.view(-1, self.rotated_heads // 2, 2, rows.shape[1])
-        return pairs.transpose(1, 2).reshape(rows.shape)
+        return rows[first:end] if self.order is None else rows[self.order[first:end]]
 
     def dequantised(self, first: int, end: int) -> Tensor:
         """Return rows as floats: `[rows, columns]`, or `[rows]` for a vector."""
         numbers = self.place.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
-        numbers = numbers - self.shift if self.shift else numbers
         return numbers if self.undo is None else self.undo(numbers)
 
     def raw_pieces(self, rows: int) -> Rows:
         """Yield the bytes of rows; all pieces but the last have a multiple of `rows` rows."""
-        unit = math.lcm(rows, self.rotated_heads or 1)
-        step = max(STORED_PIECE_ELEMENTS // self.place.shape[1] // unit, 1) * unit
+        step = max(STORED_PIECE_ELEMENTS // self.place.shape[1] // rows, 1) * rows
         for first, end in self._pieces_of(step):
             yield first, self.raw(first, end)
 
     def pieces(self) -> Rows:
         step = max(PIECE_ELEMENTS // math.prod(self.shape[1:]), 1)
-        if self.rotated_heads is not None:
-            step = -(-step // self.rotated_heads) * self.rotated_heads
         if len(self.shape) == 1 or self.reshaped is not None:
             step = self.num_rows
         for first, end in self._pieces_of(step):

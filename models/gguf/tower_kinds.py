@@ -166,7 +166,7 @@ def _longest(own: TowerFile) -> Values:
 
 
 def _in_halves(own: TowerFile, rows: Tensor) -> Tensor:
-    """Return the rows of queries or keys where RoPE pairs i with i + head_dim / 2, as in `GGUFTensor`."""
+    """Return the rows of queries or keys where RoPE pairs i with i + head_dim / 2."""
     pairs = rows.view(own.size("attention.head_count"), -1, 2, rows.shape[-1])
     return pairs.transpose(1, 2).reshape(rows.shape)
 

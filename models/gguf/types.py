@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.codes import dequantised
+from neo_desktop import native
 
 # Elements to dequantise at once: intermediate results should stay in the processor's caches.
 PIECE_ELEMENTS = 2**20
@@ -22,10 +22,14 @@ class StoredType:
 
     def dequantised(self, raw: Tensor) -> Tensor:
         """Return rows of bytes `[rows, row_bytes]` as float32 `[rows, columns]`, contiguous."""
-        blocks = raw.reshape(-1, self.nbytes)
-        if self.dtype is None:
-            return dequantised(self.name, blocks).view(len(raw), -1)
-        return blocks.contiguous().view(self.dtype).float().view(len(raw), -1)
+        if self.dtype is not None:
+            return raw.contiguous().view(self.dtype).float()
+        rows, columns = len(raw), raw.shape[1] // self.nbytes * self.elements
+        packed = torch.zeros(native.packed_bytes(self.name, rows, columns), dtype=torch.uint8)
+        native.pack_quantised(self.name, raw.contiguous(), 0, packed)
+        numbers = torch.empty(rows, columns)
+        native.unpack_quantised(self.name, packed, range(rows), numbers)
+        return numbers
 
 
 TYPES = {

@@ -14,13 +14,11 @@ These operators use torch; `engine.kernels` has faster ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from neo_desktop.models.gguf.types import BY_NAME
-from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
 MOST_ROWS = 16  # of inputs of a kernel that multiplies packed weights
@@ -28,6 +26,58 @@ LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a f
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
 BLOCK = 32  # columns
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
+UNIT = 256  # numbers in a block of K types; they share a float16 factor on their scales
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Encoding of a type's numbers: each is `(code - centre) * scale + minimum`, or `table[code] * scale`."""
+
+    bits: int
+    centre: int
+    has_minima: bool = False
+    group: int = 32  # numbers that share a scale
+    scale_dtype: torch.dtype = torch.float16
+    table: tuple[int, ...] = ()  # of 16 numbers
+
+    @property
+    def has_units(self) -> bool:
+        """True if scales are integers, to be multiplied by a float16 unit."""
+        return not self.scale_dtype.is_floating_point
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits per code in every plane of words, the lowest bits first."""
+        low = next(low for low in (8, 4, 2) if low <= self.bits)
+        return (low, self.bits - low) if self.bits > low else (low,)
+
+    def shifts(self, plane: int) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of a word's codes, `[places of a word][4]`, in a plane of these bits.
+
+        Four codes are in one byte each, for DP4A, or in neighbouring half bytes, for look-ups.
+        """
+        apart, step = (16, 4) if self.table else (plane, 8)
+        return tuple(tuple(apart * place + step * code for code in range(4)) for place in range(8 // plane))
+
+
+CODINGS = {
+    "Q8_0": Coding(8, 128),
+    "Q4_0": Coding(4, 8),
+    "Q4_1": Coding(4, 0, has_minima=True),
+    "Q5_0": Coding(5, 16),
+    "Q5_1": Coding(5, 0, has_minima=True),
+    "Q2_K": Coding(2, 0, has_minima=True, group=16, scale_dtype=torch.uint8),
+    "Q3_K": Coding(3, 4, group=16, scale_dtype=torch.int8),
+    "Q4_K": Coding(4, 0, has_minima=True, scale_dtype=torch.uint8),
+    "Q5_K": Coding(5, 0, has_minima=True, scale_dtype=torch.uint8),
+    "Q6_K": Coding(6, 32, group=16, scale_dtype=torch.int8),
+    "IQ4_NL": Coding(4, 0, table=IQ4),
+    "IQ4_XS": Coding(4, 0, scale_dtype=torch.int8, table=IQ4),
+    "MXFP4": Coding(4, 0, scale_dtype=torch.bfloat16, table=FP4),
+}
+"""Keys are the names of GGUF types."""
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
@@ -79,17 +129,6 @@ class Grouped:
             else:
                 limits = torch.iinfo(tensor.dtype)
                 tensor.random_(limits.min, limits.max, generator=generator)
-
-    def load(self, row: int, raw: Tensor) -> None:
-        """Load rows in the file's format, `[rows, bytes of a row]` uint8.
-
-        Raises ValueError for scales that are not finite.
-        """
-        blocks = raw.to(self.words.device).reshape(-1, BY_NAME[self.type_name].nbytes)
-        codes, *others = decode(self.type_name, blocks)
-        if any(each.is_floating_point() and not each.isfinite().all() for each in others):
-            raise ValueError("scales that are not finite")
-        self.store(row, codes, [each.reshape(len(raw), -1) for each in others])
 
     def store(self, row: int, codes: Tensor, others: Sequence[Tensor]) -> None:
         """Write rows from `row` on.

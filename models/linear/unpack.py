@@ -1,4 +1,4 @@
-"""Dequantisation of a CPU's quantised tiles on any device, and their conversion to a GPU's layout.
+"""A CPU's quantised tiles in a GPU's layout, and as floats on any device.
 
 native/include/neo_desktop/quantised_kernels.h draws the layout. These operators use torch; `engine.kernels`
 has a faster one.
@@ -10,9 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.codes import FP4
-from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop import native
+from neo_desktop.models.linear.grouped import CODINGS, Grouped, dequantise
 from neo_desktop.models.linear.packed import TILE_ROWS
+from neo_desktop.models.linear.quantised import WIDENED
 
 BLOCK = 32  # columns
 AT_ONCE = 2**22  # numbers; intermediate results take about 20 bytes for each
@@ -65,22 +66,19 @@ class Layout:
         return torch.bfloat16 if self.is_fp4 else torch.float16
 
 
-_Q6_K = Layout(6, 32, scales=2)
-LAYOUTS = {
-    "Q8_0": Layout(8),
-    "Q4_0": Layout(4, 8),
-    "Q4_1": Layout(4, has_minima=True),
-    "Q5_0": Layout(5, 16),
-    "Q5_1": Layout(5, has_minima=True),
-    "Q2_K": Layout(4, has_minima=True, scales=2),
-    "Q3_K": _Q6_K,
-    "Q4_K": Layout(4, has_minima=True, scales=1),
-    "Q5_K": Layout(5, has_minima=True, scales=1),
-    "Q6_K": _Q6_K,
-    "IQ4_NL": Layout(8),
-    "IQ4_XS": Layout(8, scales=1),
-    "MXFP4": Layout(4, is_fp4=True),
-}
+def _layout(type_name: str) -> Layout:
+    coding = CODINGS[type_name]
+    bits = WIDENED.get(type_name, coding.bits)
+    return Layout(
+        bits,
+        2 ** (bits - 1) if coding.centre and bits < 8 else 0,
+        coding.has_minima,
+        BLOCK // coding.group if coding.has_units else 0,
+        coding.scale_dtype is torch.bfloat16,
+    )
+
+
+LAYOUTS = {type_name: _layout(type_name) for type_name in CODINGS}
 """Keys are the names of `native.STORED_TYPES`."""
 
 
@@ -91,46 +89,40 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
         packed: [bytes] uint8, of whole tiles.
         out: [rows, columns], contiguous, of any floating-point dtype.
     """
-    layout = LAYOUTS[type_name]
-    tile_bytes = out.shape[1] // BLOCK // layout.unit_blocks * layout.unit_bytes
-    step = max(AT_ONCE // (out.shape[1] * TILE_ROWS), 1)
-    tiles = packed.view(-1, layout.unit_bytes)
-    units = tile_bytes // layout.unit_bytes
-    for first in range(0, len(tiles) // units, step):
-        some = tiles[first * units : (first + step) * units].view(-1, units, layout.unit_bytes)
+    layout, columns = LAYOUTS[type_name], out.shape[1]
+    tile_bytes = columns // BLOCK // layout.unit_blocks * layout.unit_bytes
+    tiles = packed.view(-1, tile_bytes)
+    step = max(AT_ONCE // (columns * TILE_ROWS), 1)
+    for first in range(0, len(tiles), step):
         rows = out[first * TILE_ROWS : (first + step) * TILE_ROWS]
-        rows.copy_(_numbers(layout, some).flatten(0, 1)[: len(rows)])
+        regrouped = Grouped(type_name, len(rows), columns, out.device)
+        regroup(tiles[first : first + step].flatten(), regrouped, slice(0, len(rows)))
+        dequantise(regrouped, 0, rows)
 
 
-def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
-    """Return tiles `[tiles, units, bytes]` as numbers `[tiles, rows, columns]` float32."""
-    header = tiles[..., : layout.header_bytes].contiguous().view(layout.scale_dtype).float()
-    blocks = torch.unflatten(tiles[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
-    codes = _codes(layout, blocks[..., layout.scale_bytes :])
-    # [tiles, units, blocks, scales per block, rows]
-    scales, minima = header[:, :, None, None, :TILE_ROWS], header[:, :, None, None, TILE_ROWS:]
-    if layout.scales:
-        small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, TILE_ROWS))
-        scales = scales * small[..., : layout.scales, :].view(torch.int8).float()
-        if layout.has_minima:
-            minima = minima * small[..., layout.scales :, :].float()
-    numbers = torch.unflatten(codes, 4, (scales.shape[3], -1)) * scales.transpose(3, 4)[..., None]
-    if layout.has_minima:
-        numbers += minima.transpose(3, 4)[..., None]
-    return numbers.flatten(4).permute(0, 3, 1, 2, 4).flatten(2)
+def load_stored(target: Grouped, row: int, raw: Tensor) -> None:
+    """Load rows in the file's format, `[rows, bytes of a row]` uint8, from `row` on.
+
+    Raises ValueError for scales that are not finite.
+    """
+    nbytes = native.packed_bytes(target.type_name, len(raw), target.columns)
+    packed = torch.zeros(nbytes, dtype=torch.uint8)
+    if not native.pack_quantised(target.type_name, raw.contiguous(), 0, packed):
+        raise ValueError("scales that are not finite")
+    regroup(packed.to(target.words.device), target, slice(row, row + len(raw)))
 
 
-def regroup(packed: Tensor, target: Grouped, row: int) -> None:
-    """Write whole tiles of the target's type to its rows from `row` on; both are multiples of 64 rows.
+def regroup(packed: Tensor, target: Grouped, rows: slice) -> None:
+    """Write tiles of the target's type to some of its rows.
 
     Args:
-        packed: [bytes] uint8, on the target's device.
+        packed: [bytes] uint8, on the target's device: whole tiles, with these rows first.
     """
-    layout = LAYOUTS[target.type_name]
+    layout, first = LAYOUTS[target.type_name], rows.start
     units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)
     for piece in torch.split(units, max(AT_ONCE // (TILE_ROWS * target.columns), 1)):
-        _regroup(piece, target, row)
-        row += len(piece) * TILE_ROWS
+        _regroup(piece, target, slice(first, min(first + len(piece) * TILE_ROWS, rows.stop)))
+        first += len(piece) * TILE_ROWS
 
 
 @cache
@@ -139,7 +131,7 @@ def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int8, device=device)
 
 
-def _regroup(units: Tensor, target: Grouped, row: int) -> None:
+def _regroup(units: Tensor, target: Grouped, rows: slice) -> None:
     layout, coding = LAYOUTS[target.type_name], target.coding
     header = units[..., : layout.header_bytes].contiguous().view(layout.scale_dtype)
     blocks = torch.unflatten(units[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
@@ -153,20 +145,12 @@ def _regroup(units: Tensor, target: Grouped, row: int) -> None:
         small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, layout.scales, TILE_ROWS))
         # [tiles, units, blocks, scales and minima, scales per block, rows]
         others = [each.flatten(1, 3) for each in small.unbind(3)] + others
-    rows = len(units) * TILE_ROWS
+    count = rows.stop - rows.start
     target.store(
-        row,
-        codes.to(torch.uint8).permute(0, 3, 1, 2, 4).reshape(rows, -1),
-        [each.mT.reshape(rows, -1) for each in others],
+        rows.start,
+        codes.to(torch.uint8).permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1)[:count],
+        [each.mT.flatten(0, 1)[:count] for each in others],
     )
-
-
-def _codes(layout: Layout, blocks: Tensor) -> Tensor:
-    """Return the codes of blocks, minus the offset, as `[tiles, units, blocks, rows, 32]` float32."""
-    codes = _stored_codes(layout, blocks)
-    if layout.is_fp4:
-        return torch.tensor(FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
-    return codes.float() - layout.offset
 
 
 def _stored_codes(layout: Layout, blocks: Tensor) -> Tensor:

@@ -47,13 +47,14 @@ class Builder:
         # A layer of multi-token prediction has given hidden states, never given embeddings.
         self._embeddings = () if decoder.config.source.predicts else found.pieces[0].carried[:1]
         self._products: dict[str, Part] = {
-            weight: Part(linear, fused.rows, index)
-            for fused, linear in decoder.fused
+            weight: Part(decoder.matrices[fused.name], fused.rows, index)
+            for fused in decoder.spec.all_matrices
             for index, weight in enumerate(fused.weights)
         }
-        linears = {fused.name: linear for fused, linear in decoder.fused}
         self._moe_layers = {
-            each.gate_up: ExpertsProduct(each, [linears[fused.name] for fused in each.matrices], operators)
+            each.gate_up: ExpertsProduct(
+                each, [decoder.matrices[fused.name] for fused in each.matrices], operators
+            )
             for each in decoder.spec.moe_layers
         }
         if decoder.spec.head is None:

@@ -40,17 +40,10 @@ class TracedConfig(ModelConfig):
 
     @property
     def matrices(self) -> dict[str, Matrix]:
-        head = self.of_model.head
-        table = {
-            fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None)
-            for fused in self.of_model.matrices
+        return {
+            fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None, fused.experts)
+            for fused in self.of_model.all_matrices
         }
-        for moe in self.of_model.moe_layers:
-            for fused in moe.matrices:
-                table[fused.name] = Matrix(sum(fused.rows), fused.columns, False, None, moe.count)
-        if head is not None:
-            table["head"] = Matrix(head.rows[0], head.columns, bool(head.biases), None)
-        return table
 
     def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
         yield from self.matrices.items()

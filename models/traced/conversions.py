@@ -94,9 +94,8 @@ def _of_experts(
     moe: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield (parameter, tensor) for each expert's matrix in the checkpoint."""
-    kinds = moe.kinds_of(target)
-    for kind, pattern in zip(kinds, converter.source_patterns, strict=True):
-        names = moe.named()[kind].weights
+    for fused, pattern in zip(moe.of(target), converter.source_patterns, strict=True):
+        names = fused.weights
         for stored in group.get(pattern, ()):
             number = int(_NUMBER.findall(stored)[-1])
             yield (names[number] if number < len(names) else stored), stored

@@ -12,7 +12,6 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.sizes import FusedSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +46,20 @@ class TracedDecoder(Decoder):
         self.embedding = (
             empty_embedding(form, rows, columns, dtype, device) if main is None else main.embedding
         )
-        self.lm_head: Linear = self.embedding
         self.tensors = {
             name: torch.empty(shape, dtype=torch.float32 if name in of_model.wide else dtype, device=device)
             for name, shape in of_model.parameters.items()
             if name != of_model.embedding
         }
-        self.fused: list[tuple[FusedSizes, Linear]] = [
-            (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.all_matrices
-        ]
-        if of_model.head is not None:
-            self.lm_head = self._linear(of_model.head, form.named("head")) if main is None else main.lm_head
-            self.fused.append((of_model.head, self.lm_head))
+        self.matrices = {"embedding": self.embedding}
+        for fused in of_model.all_matrices:
+            if fused.name == "head" and main is not None:
+                self.matrices["head"] = main.lm_head
+            else:
+                self.matrices[fused.name] = form.named(fused.name).empty(
+                    sum(fused.rows), fused.columns, has_bias=bool(fused.biases), dtype=dtype, device=device
+                )
+        self.lm_head = self.matrices.get("head", self.embedding)
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
         if of_model.sinks:
             self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
@@ -67,13 +68,10 @@ class TracedDecoder(Decoder):
         # Rows of the next `TracedStages.embed`, and embeddings that replace those of their tokens.
         self.given: tuple[Tensor, Tensor] | None = None
 
-    def _linear(self, fused: FusedSizes, form: WeightFormat) -> Linear:
-        has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
-        return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
-
     def _others(self) -> Iterator[Tensor]:
         yield from self.tensors.values()
 
     def linears(self) -> Iterator[Linear]:
-        yield from (linear for fused, linear in self.fused if linear is not self.lm_head)
+        inner = self.matrices.keys() - {"embedding", "head"}
+        yield from (linear for name, linear in self.matrices.items() if name in inner)
         yield self.lm_head

@@ -42,7 +42,7 @@ def mixed(call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         if kind == "down":
             parameter, rows, columns = parameters[1], hidden, intermediate
         weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
-        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
+        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}", count)
 
     return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
 
@@ -74,16 +74,15 @@ def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
 def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
     """Cut tensors that hold all experts of a layer into one per expert."""
     for name in (of_layer.gate_up, of_layer.down):
-        kinds = of_layer.kinds_of(name)
-        stack = tensors.get(name)
+        matrices, stack = of_layer.of(name), tensors.get(name)
         if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
             continue
         del tensors[name]
-        rows = stack.shape[1] // len(kinds)
+        rows = stack.shape[1] // len(matrices)
         shape = (rows, stack.shape[2])
-        for index, kind in enumerate(kinds):
+        for index, fused in enumerate(matrices):
             of_kind = slice(index * rows, (index + 1) * rows)
-            for expert, own in enumerate(of_layer.named()[kind].weights):
+            for expert, own in enumerate(fused.weights):
                 tensors[own] = stack.part(own, shape, itemgetter((expert, of_kind)))
 
 
@@ -100,7 +99,7 @@ class ExpertsProduct(nn.Module):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
         sizes = ids.shape[1], self._intermediate, x.shape[1]
-        room = ExpertScratch.of_sizes(len(x), 0, *sizes, x.dtype, x.device)
+        room = ExpertScratch.empty(len(x), 0, *sizes, x.dtype, x.device)
         for some in passes(x, ids, weights, room, out):
             self._multiply(*some)
         return out

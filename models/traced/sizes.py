@@ -59,6 +59,7 @@ class FusedSizes:
     rows: tuple[int, ...]  # per matrix
     columns: int
     label: str = ""  # its name; empty: named after the first matrix
+    experts: int = 0  # 0: not a matrix of experts
 
     @property
     def name(self) -> str:
@@ -74,19 +75,12 @@ class Mixed:
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[FusedSizes, ...]  # by `kinds`, each with the experts' matrices stacked
+    matrices: tuple[FusedSizes, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
     gating: Gating = "silu"
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return ("gate", "up", "down")[3 - len(self.matrices) :]
-
-    def named(self) -> dict[str, FusedSizes]:
-        return dict(zip(self.kinds, self.matrices, strict=True))
-
-    def kinds_of(self, parameter: str) -> tuple[str, ...]:
-        """Return the kinds of matrices in a parameter, `gate_up` or `down`."""
-        return self.kinds[-1:] if parameter == self.down else self.kinds[:-1]
+    def of(self, parameter: str) -> tuple[FusedSizes, ...]:
+        """Return the matrices in a parameter, `gate_up` or `down`."""
+        return self.matrices[-1:] if parameter == self.down else self.matrices[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ class TracedSpec:
     # name -> shape, of parameters outside the matrices
     parameters: dict[str, tuple[int, ...]] = field(hash=False)
     matrices: tuple[FusedSizes, ...]  # in the order of their use, without the head
-    head: FusedSizes | None  # None: tied to the embedding
+    head: FusedSizes | None  # "head"; None: tied to the embedding
     embedding: str  # name of the embedding's parameter
     vocab_size: int
     hidden_size: int  # width of the head's input
@@ -120,9 +114,13 @@ class TracedSpec:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def all_matrices(self) -> tuple[FusedSizes, ...]:
+    def inner_matrices(self) -> tuple[FusedSizes, ...]:
         """Matrices of layers and experts, without the head."""
         return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
+
+    @property
+    def all_matrices(self) -> tuple[FusedSizes, ...]:
+        return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 
 NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())

@@ -242,7 +242,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     is_tied = id(last.weight) in looked_up
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
-    head = None if is_tied else _fused([last], names)
+    head = None if is_tied else replace(_fused([last], names), label="head")
     moe_layers = tuple(mixed(call, names) for call in calls.experts)
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]

@@ -12,7 +12,7 @@ from benchmarks.gguf_writer import write_gguf
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
-from neo_desktop.models.rope import LinearScaling, RopeConfig
+from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.weights import named_weights
 
 gguf = pytest.importorskip("gguf")
@@ -26,7 +26,7 @@ def read(config: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32) 
 
 
 def test_the_file_describes_the_model(tmp_path: Path) -> None:
-    config = replace(CONFIGS["qwen3"], rope=RopeConfig(1e3, LinearScaling(3.0)))
+    config = replace(CONFIGS["qwen3"], rope=RopeConfig(1e3, (3.0,) * 16))
     reader, _ = read(config, tmp_path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     assert values["general.architecture"] == "qwen3"

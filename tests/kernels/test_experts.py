@@ -14,6 +14,7 @@ from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
+from neo_desktop.models.linear.unpack import load_stored
 
 pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -45,7 +46,7 @@ def made(
         else:
             raw = small_rows(type_name, count * rows, width, seed=index)
             weight = Grouped(type_name, count * rows, width, device)
-            weight.load(0, raw)
+            load_stored(weight, 0, raw)
             floats = STORED[type_name].dequantised(raw).double()
         found[name] = Stacked(weight, None if bias is None else bias.to(device), rows)
         offset = torch.zeros(count * rows) if bias is None else bias

@@ -12,8 +12,7 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_triton import quantised as in_triton
 from neo_desktop.models.linear import grouped
-from neo_desktop.models.linear.codes import CODINGS
-from neo_desktop.models.linear.grouped import packed_bytes
+from neo_desktop.models.linear.grouped import CODINGS, packed_bytes
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neo_desktop.engine.errors import SettingError
@@ -17,7 +18,7 @@ from neo_desktop.models.config import GenerationDefaults, ModelConfig, ModelErro
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import FAMILIES, Family
 from neo_desktop.models.limits import SAMPLING_BOUNDS
-from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling
+from neo_desktop.models.rope import RopeConfig
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,7 +60,26 @@ def test_both_spellings_of_transformers_mean_the_same(tmp_path):
     later = read(tmp_path, rope_parameters=scaling | {"rope_theta": 5e5}, dtype="float16")
     assert earlier == later
     assert later.dtype == torch.float16
-    assert later.rope == RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=128))
+    assert later.rope.theta == 5e5
+    assert len(later.rope.factors) == 8
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "truncate": False, "mscale": 0.7},
+    ],
+)
+def test_frequencies_are_those_of_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
+    rope = scaling | {"rope_theta": 500.0, "original_max_position_embeddings": 128}
+    config = read(tmp_path, rope_parameters=rope, head_dim=32)
+    theirs = CONFIG_MAPPING["llama"](**BASE, rope_parameters=rope, head_dim=32)
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
+    torch.testing.assert_close(config.rope.inverse_frequencies(32), expected, rtol=3e-7, atol=0)
+    assert config.rope.attention_factor == pytest.approx(factor)
 
 
 def test_silence_means_what_it_means_to_transformers(tmp_path):
@@ -106,7 +126,7 @@ def test_sliding_windows_of_each_layer(settings, windows, tmp_path):
 def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_say_so(tmp_path):
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     config = read(tmp_path, rope_scaling=scaling)
-    assert isinstance(config.rope.scaling, YarnScaling)
+    assert config.rope.attention_factor > 1
     assert config.max_context_tokens == 2048
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear import grouped
-from neo_desktop.models.linear.codes import CODINGS
 from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.grouped import CODINGS
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised

@@ -7,13 +7,14 @@ import torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig
+from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
 TINY = shape("tiny")
-LLAMA3 = RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=32))
+LLAMA3 = RopeConfig(500.0, (1.0, 1.0, 1.5, 2.5, 4.0, 6.0, 8.0, 8.0))
+LINEAR = RopeConfig(1e3, (3.0,) * 8)
 QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL = (
     f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral")
 )
@@ -23,12 +24,10 @@ CONFIGS = {
     "llama-biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
     "llama-wide-heads": replace(TINY, head_dim=32),
     "llama3-rope": replace(TINY, rope=LLAMA3),
-    "linear-rope": replace(TINY, rope=RopeConfig(1e3, LinearScaling(3.0))),
+    "linear-rope": replace(TINY, rope=LINEAR),
     "mistral": replace(TINY, architecture=MISTRAL),
     "qwen2": replace(TINY, architecture=QWEN2, qkv_bias=True, rms_norm_eps=1e-6),
-    "qwen2-linear-rope": replace(
-        TINY, architecture=QWEN2, qkv_bias=True, rope=RopeConfig(1e3, LinearScaling(3.0))
-    ),
+    "qwen2-linear-rope": replace(TINY, architecture=QWEN2, qkv_bias=True, rope=LINEAR),
     "mixtral": replace(TINY, architecture=MIXTRAL, experts=ExpertsConfig(4, 2, 64, (0, 1))),
     "qwen3-moe": replace(
         TINY, architecture=QWEN3_MOE, qk_norm=True, head_dim=32, experts=ExpertsConfig(6, 3, 128, (0, 1))

@@ -23,12 +23,12 @@ from neo_desktop.engine.kernels.in_triton.integer_products import _multiply_inte
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
 from neo_desktop.engine.kernels.in_triton.quantised_kernels import _multiply_plain
 from neo_desktop.engine.kernels.in_triton.tile_kernels import _dequantise, _multiply_tiles
-from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import (
     BLOCK,
     MOST_ROWS,
     PIECE_BYTES,
     TILE_ROWS,
+    UNIT,
     Grouped,
     multiply_many,
     parts_of,
