@@ -130,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 4,
             "attention_k_eq_v": False,
             "hidden_size_per_layer_input": 24,
             "vocab_size_per_layer_input": 300,
