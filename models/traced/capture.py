@@ -174,8 +174,7 @@ def attend(
         windows = [mask_window for mask, mask_window in calls.masks if mask is attn_mask]
         if not windows:
             raise CannotCutError("it adds numbers to the scores of attention, as ALiBi does")
-        if windows[0] != window:
-            raise CannotCutError("it uses attention masks of its own")
+        window = windows[0]  # torch's attention obeys the mask alone
     if query.shape[2] != key.shape[2]:
         raise CannotCutError("it attends to another sequence (cross-attention)")
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
@@ -268,6 +267,9 @@ def intercepted(calls: Calls) -> Iterator[None]:
         calls.masks.append((torch.zeros(1, 1, 1, 1, device=device), local_size))
         return calls.masks[-1][0]
 
+    def no_chunks(*_: object) -> None:
+        raise CannotCutError("its attention hides all tokens before a chunk")
+
     masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     attentions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
     mixtures: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
@@ -276,6 +278,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
         patch.dict(masks, dict.fromkeys((NAME, "sdpa"), no_mask)),
         patch.dict(mixtures, {EXPERTS: partial(mix, calls)}),
         patch.object(functional, "scaled_dot_product_attention", partial(attend, calls)),
+        patch.object(masking_utils, "chunked_causal_mask_function", no_chunks),
         # These would read values of positions and tokens.
         patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
         patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),

@@ -38,7 +38,7 @@ _OF_LAST = frozenset(("layer_norm", "rms_norm"))
 # Operators along dimensions -> the argument that names them, and its default.
 _DIMS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(_OVER_DIMS, (1, None)),
-    **dict.fromkeys(("slice", "select", "cat", "concat", "stack", "unbind"), (1, 0)),
+    **dict.fromkeys(("slice", "select", "cat", "concat", "concatenate", "stack", "unbind"), (1, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "slice_scatter"), (2, 0)),
     **dict.fromkeys(_ALONG_ONE, (1, None)), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "repeat_interleave": (2, None),

@@ -283,11 +283,11 @@ def _carried_width(calls: Calls, hidden_size: int, *, has_gates: bool) -> int:
     Hybrids and their layers of multi-token prediction also pass on gates of attention's output.
     """
     embeddings = [weight.shape[1] for weight in calls.looked_up]
-    keys = [each.key for each in calls.attention]
-    shared = {id(key): key for at, key in enumerate(keys) if any(key is each for each in keys[:at])}
+    keys = [id(each.key) for each in calls.attention]
     width = 2 * max(hidden_size, embeddings[0]) + sum(embeddings[1:])
-    width += calls.attention[0].heads * keys[0].shape[3] if has_gates else 0
-    return width + sum(2 * key.shape[1] * key.shape[3] for key in shared.values())
+    width += calls.attention[0].heads * calls.attention[0].head_dim if has_gates else 0
+    cached = calls.shape or calls.attention[0]
+    return width + sum(2 * cached.kv_heads * cached.head_dim for key in {*keys} if keys.count(key) > 1)
 
 
 def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:

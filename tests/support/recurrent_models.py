@@ -80,6 +80,20 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_n_groups": 1}),
+    "zamba-2": (  # one attention, with adapters, serves several layers
+        "zamba2",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "hybrid_layer_ids": [1, 3],
+            "num_mem_blocks": 1,
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+        },
+    ),
     "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
 }
 """Name -> type and changes of its configuration. Layers of both kinds alternate in various orders."""

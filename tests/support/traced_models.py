@@ -93,6 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),  # the checkpoint holds activation parameters
     "olmoe": ("olmoe", EXPERTS | {"num_experts": 8}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}),
+    "qwen2-moe-window": (  # its mask alone has the window
+        "qwen2_moe",
+        EXPERTS | SWA | {"num_experts": 8, "shared_expert_intermediate_size": 64, "use_sliding_window": True},
+    ),
     # Attention sinks; full layers have no rotations.
     "granite-swa": ("granite_swa", SWA | {"attention_multiplier": 0.3, "layer_rope_theta": [1e4, 0]}),
     "granite-moe-swa": ("granitemoe_swa", EXPERTS | SWA | {"num_local_experts": 8}),
@@ -126,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "num_kv_shared_layers": 2,
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 4,
             "attention_k_eq_v": False,
             "hidden_size_per_layer_input": 24,
             "vocab_size_per_layer_input": 300,
