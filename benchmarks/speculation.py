@@ -125,9 +125,11 @@ class Comparison:
         totals, num_steps = {True: 0.0, False: 0.0}, 0
         for batch in batches:
             seconds: dict[bool, list[float]] = {True: [], False: []}
-            self.run(batch, drafts=False)
+            answers = [self.run(batch, drafts=False).answers]
+            if isinstance(drafter, Replay):
+                known = zip((tuple(encode(prompt)) for prompt in batch), answers[0], strict=True)
+                drafter.answers |= dict(known)
             for turn in range(self._turns):
-                answers = []
                 for drafts in (False, True) if turn % 2 else (True, False):
                     for each in decided.values():
                         each.counts = drafts
@@ -135,10 +137,7 @@ class Comparison:
                     seconds[drafts].append(taken.seconds)
                     answers.append(taken.answers)
                     num_steps += taken.num_steps * drafts
-                assert answers[0] == answers[1], "drafts changed an answer"
-                if isinstance(drafter, Replay):
-                    known = zip((tuple(encode(prompt)) for prompt in batch), answers[0], strict=True)
-                    drafter.answers |= dict(known)
+            assert all(each == answers[0] for each in answers), "drafts changed an answer"
             took = {drafts: statistics.median(each) for drafts, each in seconds.items()}
             for drafts, each in took.items():
                 totals[drafts] += each
