@@ -8,7 +8,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -26,6 +28,8 @@ from hypothesis import HealthCheck, settings
 from quick_processes import profile_briefly, quick_processes
 
 from neo_desktop.engine import setup
+from neo_desktop.models.traced import graph
+from neo_desktop.models.traced.sizes import Source
 
 _IS_QUICK = sys.platform == "linux" and not torch.cuda.is_available()  # CUDA cannot start in a forked process
 
@@ -55,6 +59,27 @@ def _surroundings() -> Iterator[None]:
         patch.setenv("NEO_DESKTOP_CACHE", folder)
         patch.setattr(setup, "MOST_DISK_BYTES", 0)  # tests share models: none may find another one's KV
         patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # child processes lack an imitated GPU
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _exported_once() -> Iterator[None]:
+    """Export each configuration once, which takes 2 s: tests have it in many folders.
+
+    Torch's cache of operators' results serves later layers. It costs models of two layers a quarter more.
+    """
+    export, exports = graph._exported.__wrapped__, dict[object, graph.Exported]()
+
+    def exported(source: Source, modified_ns: int, *others: Any) -> graph.Exported:
+        content = source.named.read_text() if source.config_json is None else source.config_json
+        key = replace(source, path=Path(), config_json=content), *others
+        if key not in exports:
+            with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+                exports[key] = export(source, modified_ns, *others)
+        return exports[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "_exported", exported)
         yield
 
 

@@ -9,22 +9,31 @@ from checkpoints import save_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Loads the edited copy instead of the module, then runs the rest.
-WITH_COPY = """
+# Loads edited copies instead of the modules, then uses them.
+PROGRAM = """
 import importlib.util, sys
-name, file = sys.argv[1:3]
-spec = importlib.util.spec_from_file_location(name, file)
-sys.modules[name] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-"""
-ANSWER = """
+*copies, ours, llama = sys.argv[1:]
+for name, file in zip(copies[::2], copies[1::2]):
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+from typer.testing import CliRunner
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.app.cli import app
+from neo_desktop.engine.options import OPTIONS
+
 def answer(model="builtin", **options):
     memory = {"gpu_cache_tokens": 256, "cpu_cache_tokens": 512}
     with Engine.from_pretrained(model, device="cpu", **memory, **options) as engine:
         prompts = [[(7 * i + j) % 200 for j in range(20)] for i in range(8)]
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
         return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+assert "waiting" in OPTIONS["policy"].choices
+assert "waiting" in CliRunner().invoke(app, ["serve", "--policy", "none"], env={"COLUMNS": "200"}).output
+assert answer(shape="tiny", policy="waiting") == answer(shape="tiny", policy="gpu-only")
+assert answer(model=ours) == answer(model=llama)
 """
 
 
@@ -38,13 +47,6 @@ def edited(tmp_path: Path, file: str, *edits: tuple[str, str]) -> Path:
     return copy
 
 
-def run(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", WITH_COPY + ANSWER + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 POLICY = '''class Waiting(Policy):
     """No prompt begins in a tier that is not the preferred one."""
 
@@ -56,46 +58,23 @@ POLICY = '''class Waiting(Policy):
 POLICIES = {'''
 
 
-def test_a_policy_is_a_class_and_an_entry(tmp_path: Path) -> None:
-    copy = edited(
+def test_a_policy_is_a_class_and_an_entry_and_an_architecture_like_llama_is_a_family(tmp_path: Path) -> None:
+    entry = '        Fastest("auto", ALL_TIERS),\n'
+    policies = edited(
         tmp_path,
         "engine/schedule/policies.py",
         ("POLICIES = {", POLICY),
-        (
-            '        Fastest("auto", ALL_TIERS),\n',
-            '        Fastest("auto", ALL_TIERS),\n        Waiting("waiting", MEASURED_TIERS),\n',
-        ),
+        (entry, f'{entry}        Waiting("waiting", MEASURED_TIERS),\n'),
     )
-    run(
-        """
-from typer.testing import CliRunner
-from neo_desktop.app.cli import app
-from neo_desktop.engine.options import OPTIONS
-assert "waiting" in OPTIONS["policy"].choices
-assert "waiting" in CliRunner().invoke(app, ["serve", "--policy", "none"], env={"COLUMNS": "200"}).output
-assert answer(shape="tiny", policy="waiting") == answer(shape="tiny", policy="gpu-only")
-""",
-        "neo_desktop.engine.schedule.policies",
-        copy,
-    )
-
-
-def test_an_architecture_like_llama_is_a_family(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "model", "llama")
+    family = 'FAMILIES = (\n    Family("OursForCausalLM", "ours", _MISTRAL),\n'
+    families = edited(tmp_path, "models/families.py", ("FAMILIES = (\n", family))
+    ours = save_checkpoint(tmp_path / "model", "llama")
     llama = tmp_path / "llama"
     llama.symlink_to(save_checkpoint(tmp_path / "same", "llama"))
-    config = json.loads((folder / "config.json").read_text())
-    ours = {"architectures": ["OursForCausalLM"], "model_type": "ours"}
-    (folder / "config.json").write_text(json.dumps(config | ours))
-    copy = edited(
-        tmp_path,
-        "models/families.py",
-        ("FAMILIES = (\n", 'FAMILIES = (\n    Family("OursForCausalLM", "ours", _MISTRAL),\n'),
-    )
-    run(
-        "assert answer(model=sys.argv[3]) == answer(model=sys.argv[4])",
-        "neo_desktop.models.families",
-        copy,
-        folder,
-        llama,
-    )
+    config = json.loads((ours / "config.json").read_text())
+    names = {"architectures": ["OursForCausalLM"], "model_type": "ours"}
+    (ours / "config.json").write_text(json.dumps(config | names))
+    command = [sys.executable, "-c", PROGRAM, "neo_desktop.engine.schedule.policies", policies]
+    command += ["neo_desktop.models.families", families, ours, llama]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr

@@ -88,17 +88,6 @@ def test_measure_measures_once_and_tells_where_the_tables_are(tmp_path: Path) ->
 QUICK = ("--requests", "4", "--input", "20", "--output", "4", "--repeats", "1")
 
 
-@pytest.mark.sample(0)
-def test_bench_writes_a_page_and_its_figures(tmp_path: Path) -> None:
-    out = tmp_path / "page"
-    result = run("bench", "--suite", "throughput", *SMALL, *QUICK, "--policy", "neo", "--out", out)
-    assert result.returncode == 0, result.stderr
-    assert str(out / "report.html") in result.stdout.replace("\n", "")
-    assert {path.name for path in out.iterdir()} == {"report.html", "report.json"}
-    (suite,) = json.loads((out / "report.json").read_text())["suites"]
-    assert suite["model"] == "tiny (random weights)"
-
-
 def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "page"
     result = run("bench", "--suite", "throughput", "--model", tmp_path / "nowhere", "--out", out)

@@ -237,7 +237,8 @@ def test_claude_codes_requests_are_answered(ask: Any, prompts: list[str]) -> Non
 def test_max_tokens_above_the_context_take_what_there_is(
     ask: Any, claude: anthropic.Anthropic, executor: ScriptedExecutor
 ) -> None:
-    message = ask("x" * 5000, max_tokens=100_000)
+    question = [{"role": "user", "content": "y" * 3600}]
+    message = ask("x" * 5000, max_tokens=100_000, messages=question)
     assert message.stop_reason == "max_tokens"
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) + len(
         message.content[0].text

@@ -48,4 +48,9 @@ def test_another_program_can_follow_a_run(tmp_path: Path) -> None:
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert all(step["what"] for step in steps)
-    assert [each.name for each in tmp_path.iterdir()] == ["found"]
+    out = tmp_path / "found"
+    assert list(tmp_path.iterdir()) == [out]
+    assert "found/report.html" in result.stdout.replace("\n", "")
+    assert {path.name for path in out.iterdir()} == {"report.html", "report.json"}
+    (suite,) = json.loads((out / "report.json").read_text())["suites"]
+    assert suite["model"] == "tiny (random weights)"

@@ -9,7 +9,7 @@ import pytest
 from async_case import AsyncIterations, Conveyor
 from executors import Hook, HookedLanes, thread_executor
 from graph_case import prompts
-from pipeline_case import BLOCK_SIZE, NUM_LAYERS, check_result, make_storage, tiny_model
+from pipeline_case import BLOCK_SIZE, NUM_LAYERS, check_random_plans, check_result, make_storage, tiny_model
 from seeds import seeds
 from torch_layer import TorchLayer
 
@@ -96,10 +96,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
             time.sleep(0.001)
 
     iterations, executor = AsyncIterations(100 + seed, NUM_BLOCKS, 16), hooked_executor(model, hesitate)
-    for plan, contexts in iterations.plans(16):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 16)
     assert iterations.num_ended > 0
     executor.close()
 

@@ -55,21 +55,19 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     assert [list(each.token_ids) for each in alone] == expected[-2:]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
     [
-        ("gpu-only", 320, None, "num_preemptions"),
-        ("auto", 320, 2000, "num_moves"),
-        ("auto", 320, 64, "num_preemptions"),
-        ("auto", 0, 400, "num_preemptions"),
-        ("auto", 64, 320, "num_preemptions"),
-        ("auto", 320, 2000, "num_cpu_decodes"),
-        ("neo", 320, 2000, "num_moves"),
-        ("neo", 320, 2000, "num_double_iterations"),
-        ("neo", 320, 64, "num_preemptions"),
-        ("fastdecode", None, 400, "num_preemptions"),
-        ("fastdecode", None, 2000, "num_double_iterations"),
+        ("gpu-only", 320, None, ["num_preemptions"]),
+        ("auto", 320, 2000, ["num_moves", "num_cpu_decodes"]),
+        ("auto", 320, 64, ["num_preemptions"]),
+        ("auto", 0, 400, ["num_preemptions"]),
+        ("auto", 64, 320, ["num_preemptions"]),
+        ("neo", 320, 2000, ["num_moves", "num_double_iterations"]),
+        ("neo", 320, 64, ["num_preemptions"]),
+        ("fastdecode", None, 400, ["num_preemptions"]),
+        ("fastdecode", None, 2000, ["num_double_iterations"]),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt-oss"])
@@ -79,7 +77,7 @@ def test_every_policy_and_memory_gives_the_same_tokens(
     policy: str,
     gpu_cache_tokens: int | None,
     cpu_cache_tokens: int | None,
-    happens: str,
+    happens: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests wait, move between the pools, are preempted and recomputed, without a change of tokens.
@@ -107,10 +105,11 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_is_idle(engine)
-        assert getattr(engine.stats(), happens) > 0, "the test did not reach what it is about"
+        for event in happens:
+            assert getattr(engine.stats(), event) > 0, "the test did not reach what it is about"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_predictions_measured_here_change_nothing_but_the_speed(
     checkpoints: dict[str, Path], policy: str

@@ -9,7 +9,7 @@ from checkpoints import save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
 from expert_churn import NO_LIMIT, churning
 from expert_models import expert_model
-from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage
+from pipeline_case import BLOCK_SIZE, RandomIterations, check_random_plans, make_storage
 from seeds import seeds
 from torch_layer import TorchLayer
 
@@ -54,10 +54,7 @@ def test_tokens_are_those_of_the_whole_model(
 
     model = expert_model(seed, share=share, moves=NO_LIMIT)
     iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model, hesitate)
-    for plan, contexts in iterations.plans(10):
-        result = executor.execute(plan)
-        check_result(whole, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 10)
     executor.close()
     if share == 0.0:
         assert moved

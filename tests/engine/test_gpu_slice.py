@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
-from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from pipeline_case import RandomIterations, check_random_plans, make_storage, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -256,8 +256,5 @@ def test_an_executor_in_a_slice_gives_the_tokens_of_a_plain_computation() -> Non
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24))
     executor = build_executor(model, storage, 256, 8, None, open_streams(model.device, 8))
     iterations = RandomIterations(0)
-    for plan, contexts in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 12, tolerance=2e-3)
     executor.close()

@@ -61,6 +61,7 @@ def decode_logits(folder: Path, cpu_cache_dtype: str, monkeypatch: pytest.Monkey
     return torch.cat(seen)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_change_by_some_percent_at_most(
     checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch

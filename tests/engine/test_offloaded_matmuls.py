@@ -9,7 +9,14 @@ import pytest
 from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
 from expert_models import expert_model, experts_config
-from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, tiny_model
+from pipeline_case import (
+    BLOCK_SIZE,
+    RandomIterations,
+    check_random_plans,
+    check_result,
+    make_storage,
+    tiny_model,
+)
 from seeds import seeds
 from split_models import host_model, split_model
 from torch_layer import TorchLayer
@@ -55,10 +62,7 @@ def test_random_plans_give_the_unsplit_models_tokens(whole: Decoder, seed: int) 
 
     model = split_model(seed)
     iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model, hesitate)
-    for plan, contexts in iterations.plans(8):
-        result = executor.execute(plan)
-        check_result(whole, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 8)
     executor.close()
 
 
@@ -139,10 +143,7 @@ def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(
     monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2 * EXPERT_BYTES, 2**20)[seed % 3])
     model, reference = expert_model(seed), expert_model()
     iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model)
-    for plan, contexts in iterations.plans(8):
-        result = executor.execute(plan)
-        check_result(reference, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, reference, iterations, 8)
     executor.close()
 
 

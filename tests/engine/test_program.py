@@ -23,6 +23,7 @@ from pipeline_case import (
     BLOCK_SIZE,
     NUM_LAYERS,
     RandomIterations,
+    check_random_plans,
     check_result,
     tiny_model,
 )
@@ -93,10 +94,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
             time.sleep(rng.random() * 0.002)
 
     iterations, executor = RandomIterations(100 + seed, NUM_BLOCKS), make_executor(model, hesitate)
-    for plan, contexts in iterations.plans(6):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 6)
     executor.close()
 
 

@@ -11,7 +11,7 @@ from executors import thread_executor
 from expert_models import expert_model
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from pipeline_case import RandomIterations, check_random_plans, make_storage, sampling_input, tiny_model
 from seeds import seeds
 from thread_ranks import ThreadSums, parts_of
 
@@ -55,10 +55,7 @@ class ThreadRanks:
 
 
 def check_iterations(model: Decoder, iterations: RandomIterations, ranks: ThreadRanks, count: int) -> None:
-    for plan, contexts in iterations.plans(count):
-        result = ranks.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(ranks.execute, model, iterations, count)
     ranks.close()
 
 

@@ -4,9 +4,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import VOCAB_SIZE, transformers_greedy
+from checkpoints import transformers_greedy
 from cost_models import machine
+from engine_prompts import prompts
 from fallback_levels import kernels_on
 from idle import assert_is_idle
 from workers import running_worker
@@ -18,12 +18,6 @@ from neo_desktop.engine.remote.session import GpuLayer
 from neo_desktop.engine.remote.trust import RefusedError
 
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-
-
-def prompts(count: int = 8, seed: int = 1) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
-    return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
 @pytest.mark.sample(2)
@@ -50,7 +44,7 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
     cpu_cache_tokens: int | None,
 ) -> None:
     """Requests live on workers, move there and back, are preempted and recomputed."""
-    batch = prompts()
+    batch = prompts(8)
     expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
     addresses = [stack.enter_context(running_worker())[1] for _ in range(num_workers)]
     engine = stack.enter_context(
@@ -85,7 +79,7 @@ def test_workers_that_divide_the_heads_give_the_same_tokens(
     stack: ExitStack, checkpoints: dict[str, Path], secret: Path, family: str, policy: str
 ) -> None:
     """Both workers hold the blocks of one tier; a model with sinks has its sinks divided between them."""
-    batch = prompts()
+    batch = prompts(8)
     addresses = [stack.enter_context(running_worker(memory))[1] for memory in (1 << 24, 1 << 22)]
     engine = stack.enter_context(
         Engine.from_pretrained(
@@ -108,6 +102,7 @@ def test_workers_that_divide_the_heads_give_the_same_tokens(
     assert_is_idle(engine)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
 def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     stack: ExitStack,
@@ -118,7 +113,7 @@ def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     policy: str,
 ) -> None:
     """It stores KV in CPU memory, and torch's operators replace the kernels."""
-    batch = prompts()
+    batch = prompts(8)
     expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
     monkeypatch.setattr(session, "HostLayer", GpuLayer)
     stack.enter_context(kernels_on("torch"))

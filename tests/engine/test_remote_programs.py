@@ -9,6 +9,7 @@ from executors import thread_executor
 from pipeline_case import (
     BLOCK_SIZE,
     RandomIterations,
+    check_random_plans,
     check_result,
     make_storage,
     sampling_input,
@@ -81,10 +82,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     model = model_with_sinks if seed % 3 == 0 else model
     case = Case(stack, model, local, num_workers)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers)
-    for plan, contexts in iterations.plans(12):
-        result = case.executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(case.executor.execute, model, iterations, 12)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 4))
@@ -104,10 +102,7 @@ def test_random_plans_with_heads_divided_among_workers(
     stack.callback(executor.close)
     num_layers, tiers = model.config.num_layers, storage.tiers
     iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, 0.5, tiers)
-    for plan, contexts in iterations.plans(16):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 16)
 
 
 @pytest.mark.sample(2)

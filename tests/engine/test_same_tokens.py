@@ -70,7 +70,7 @@ def answer(found: Completion) -> Answer:
     cache_tokens=st.sampled_from([272, 384, 1024]),
     num_threads=st.integers(1, 3),
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_an_answer_has_the_same_bits_cold_warm_chunked_preempted_and_under_every_policy(
     model: Path,
     batch: list[list[int]],

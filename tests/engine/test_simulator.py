@@ -197,7 +197,7 @@ def test_at_low_load_offloading_changes_nothing() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -> None:
     """The true times are recomputed from the decisions."""
-    requests = with_rate(synthetic(80, 400, 40), 3.0)
+    requests = with_rate(synthetic(40, 400, 40), 3.0)
     cost = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 400, KVTier.STREAMED: 60}
     exact, same = (
@@ -286,19 +286,6 @@ def test_the_bound_knows_what_an_iteration_costs_and_holds() -> None:
     assert least(8, 5, Room(64, 128)) == pytest.approx(context / (64 + 128) * 5.0, rel=0.01)
     assert least(8, 5, Room(64, 128), 0.0, 0.0) == least(8, 5, Room(64, 0))
     assert least(8, 5, Room(10_000, 10_000, requests=2)) == pytest.approx(8 * 4 / 2 * 5.0)
-
-
-@pytest.mark.sample(9)
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("gpu_tokens", [1008, 3008, 20_000])
-def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
-    requests = synthetic(200, 370, 60)
-    cost = machine()
-    result = run(requests, policy, cost, gpu_tokens)
-    streamed_tokens = STREAMED_TOKENS if POLICIES[policy].swaps else 0
-    room = Room(gpu_tokens + streamed_tokens, 65_536, LIMITS.max_batch_requests)
-    bound = Bound(cost, requests, room).output_tokens_per_s(*SHARES_OF_CPU[policy])
-    assert result.output_tokens_per_s <= bound
 
 
 @given(chunks=st.lists(st.integers(1, 2048), min_size=1, max_size=6))

@@ -8,7 +8,15 @@ from itertools import permutations
 import pytest
 import torch
 from executors import Hook, HookedLanes, thread_executor
-from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from pipeline_case import (
+    BLOCK_SIZE,
+    RandomIterations,
+    check_random_plans,
+    check_result,
+    make_storage,
+    sampling_input,
+    tiny_model,
+)
 from seeds import seeds
 from torch_layer import TorchLayer
 
@@ -104,10 +112,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     """Plans mix chunked prompts, decodes and moves between all tiers, in one or two sub-batches."""
     executor = make_executor(model, tiers, device_kind=device_kind)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers)
-    for plan, contexts in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 12)
     executor.close()
 
 
@@ -124,10 +129,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
 
     executor = make_executor(model, hook=hesitate)
     iterations = RandomIterations(LANES.index(lane), NUM_BLOCKS, ALL)
-    for plan, contexts in iterations.plans(5):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 5)
     executor.close()
 
 

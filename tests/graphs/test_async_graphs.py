@@ -8,7 +8,7 @@ from async_case import AsyncIterations, Conveyor
 from fallback_levels import Levels
 from graph_case import BLOCK_SIZE, GREEDY, NUM_BLOCKS, make_executor, prompts
 from imitated_streams import ImitatedBackend, Operation, StallingBackend
-from pipeline_case import check_result, make_storage, tiny_model
+from pipeline_case import check_random_plans, check_result, make_storage, tiny_model
 from seeds import seeds
 
 from neo_desktop.engine.cuda.streams import Streams
@@ -37,11 +37,7 @@ def test_random_paces_on_streams_of_any_order(model: Decoder, seed: int) -> None
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
     executor, _ = make_executor(model, backend=backend)
     iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers)
-    for plan, context in iterations.plans(16):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 16, after=backend.check_flags)
     assert iterations.num_ended > 0
     executor.close()
 
@@ -192,8 +188,5 @@ def test_on_a_gpu_random_paces_give_the_tokens_of_a_plain_computation(
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, NUM_BLOCKS), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE)
-    for plan, context in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 12, tolerance=2e-3)
     executor.close()

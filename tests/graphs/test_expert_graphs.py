@@ -6,7 +6,7 @@ from expert_churn import NO_LIMIT, churning
 from expert_models import expert_model
 from graph_case import BLOCK_SIZE, HOMES, contexts, decodes, make_executor, prompts, sequence
 from imitated_streams import ImitatedBackend
-from pipeline_case import RandomIterations, check_result
+from pipeline_case import RandomIterations, check_random_plans, check_result
 from seeds import seeds
 
 from neo_desktop.engine.batch import IterationPlan, SubBatch
@@ -53,10 +53,7 @@ def test_one_graph_finds_experts_wherever_they_are(
         assert len(moved) > num_moved
     assert backend.num_programs == 1
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(5):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 5)
     executor.close()
 
 

@@ -9,6 +9,7 @@ from graph_case import GREEDY, HOMES, TOKENS, contexts, decodes, make_executor, 
 from imitated_streams import ImitatedBackend
 from pipeline_case import (
     RandomIterations,
+    check_random_plans,
     check_result,
     make_storage,
     reference_logprobs,
@@ -114,11 +115,7 @@ def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None
     backend = ImitatedBackend(seed, num_queues=seed or None)
     executor, _ = make_executor(model, backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(8):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 8, after=backend.check_flags)
     executor.close()
 
 
@@ -310,8 +307,5 @@ def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 12, tolerance=2e-3)
     executor.close()

@@ -8,7 +8,7 @@ from expert_models import expert_model
 from fallback_levels import Levels
 from graph_case import BLOCK_SIZE, GREEDY, contexts, decodes, make_executor, prompts
 from imitated_streams import ImitatedBackend, Operation
-from pipeline_case import RandomIterations, check_result, tiny_model
+from pipeline_case import RandomIterations, check_random_plans, check_result, tiny_model
 from seeds import seeds
 from split_models import host_model, split_model
 
@@ -36,11 +36,7 @@ def test_random_plans_on_streams_of_any_order(whole: Decoder, seed: int) -> None
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
     executor, _ = make_executor(split_model(seed, WINDOWS), backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(8):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 8, after=backend.check_flags)
     executor.close()
 
 
@@ -105,11 +101,7 @@ def test_beside_decodes_at_their_own_pace(whole: Decoder, seed: int) -> None:
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed])
     executor, _ = make_executor(split_model(seed, WINDOWS), backend=backend)
     iterations = AsyncIterations(seed, block_size=BLOCK_SIZE, num_layers=len(WINDOWS))
-    for plan, context in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 12, after=backend.check_flags)
     executor.close()
 
 
@@ -185,8 +177,5 @@ def test_experts_in_host_memory(seed: int, share: float | None, monkeypatch: pyt
         assert backend.num_graphs_launched == (step > 0)
         backend.check_flags()
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(5):
-        result = executor.execute(plan)
-        check_result(reference, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, reference, iterations, 5)
     executor.close()

@@ -9,7 +9,14 @@ from fallback_levels import Levels
 from graph_case import BLOCK_SIZE, contexts, decodes, make_executor, prompts
 from imitated_device import ALWAYS, OUT_OF_MEMORY, ImitatedDevice, needs_imitated_gpu
 from imitated_streams import ImitatedBackend
-from pipeline_case import RandomIterations, check_result, make_storage, tiny_config, tiny_model
+from pipeline_case import (
+    RandomIterations,
+    check_random_plans,
+    check_result,
+    make_storage,
+    tiny_config,
+    tiny_model,
+)
 from seeds import seeds
 from split_models import divided, host_model, split_model
 from torch import Tensor
@@ -60,11 +67,7 @@ def test_random_plans_on_streams_of_any_order(whole: Decoder, levels: Levels, le
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
     executor, _ = make_executor(split_model(seed, WINDOWS), backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(8):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 8, after=backend.check_flags)
     executor.close()
 
 
@@ -74,10 +77,7 @@ def test_some_are_pinned(whole: Decoder, seed: int) -> None:
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 8)[seed % 4])
     executor, _ = make_executor(host_model(0.7, WINDOWS), backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(6):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 6)
     executor.close()
 
 

@@ -1,30 +1,33 @@
 """Streamed KV in graphs: layers that arrive and rows that leave, on streams of any order."""
 
+from functools import partial
+
+import graph_case
 import pytest
 import torch
 from fallback_levels import Levels
-from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, contexts
-from imitated_streams import Hook, ImitatedBackend
-from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from graph_case import BLOCK_SIZE, NUM_BLOCKS, Requests, contexts
+from imitated_streams import ImitatedBackend
+from pipeline_case import (
+    RandomIterations,
+    check_random_plans,
+    check_result,
+    make_storage,
+    tiny_model,
+)
 from seeds import seeds
 from tiny_engine import engine, tokens_of
 
-from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.stages import Stages
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -39,43 +42,14 @@ HOMES = {
     "f": (KVTier.STREAMED, (9, 11), 17),
     "g": (KVTier.DEVICE, (4, 6), 9),
 }
+REQUESTS = Requests(HOMES, ALL)
+prompts, decodes = REQUESTS.prompts, REQUESTS.decodes
+make_executor = partial(graph_case.make_executor, tiers=ALL)
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return tiny_model(WINDOWS, form=Dense(uses_tiles=False))
-
-
-def make_executor(
-    model: Decoder,
-    tiers: tuple[KVTier, ...] = ALL,
-    backend: ImitatedBackend | None = None,
-    hook: Hook | None = None,
-    capacity: Capacity = CAPACITY,
-) -> tuple[ModelRunner, ImitatedBackend]:
-    storage = make_storage(model, dict.fromkeys(tiers, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
-    backend = backend or ImitatedBackend(0, hook)
-    stages = Stages(model, dispatch)
-    return ModelRunner(stages, storage, capacity, backend, num_programs=8, uses_gpu=True), backend
-
-
-def sequence(name: str, start: int, end: int) -> ScheduledSequence:
-    tier, blocks, _ = HOMES[name]
-    tokens = tuple(TOKENS[name][start:end])
-    return ScheduledSequence(name, tokens, start, tier, IntArray(blocks).view(), sampling_input(end))
-
-
-def prompts(names: str) -> IterationPlan:
-    ordered = sorted(names, key=lambda name: ALL.index(HOMES[name][0]))
-    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
-
-
-def decodes(*names: str, step: int = 0) -> IterationPlan:
-    """Return decodes after the prompts, in sub-batches of these names."""
-    parts = [[(name, HOMES[name][2] + step) for name in part] for part in names]
-    return IterationPlan(
-        tuple(SubBatch(tuple(sequence(name, start, start + 1) for name, start in part)) for part in parts)
-    )
 
 
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
@@ -85,7 +59,7 @@ def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tu
     names = "".join(parts)
     tiers = tuple(tier for tier in ALL if any(HOMES[name][0] == tier for name in names))
     backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
-    executor, _ = make_executor(model, tiers, backend)
+    executor, _ = make_executor(model, tiers=tiers, backend=backend)
     executor.execute(prompts(names))
     for step in range(3):
         plan = decodes(*parts, step=step)
@@ -100,13 +74,9 @@ def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tu
 def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None:
     """Plans have prompts, moves between all tiers, and decodes in one or two sub-batches."""
     backend = ImitatedBackend(seed, num_queues=(None, 1, 3, 8)[seed])
-    executor, _ = make_executor(model, ALL, backend)
+    executor, _ = make_executor(model, backend=backend)
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
-    for plan, context in iterations.plans(6):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 6, after=backend.check_flags)
     executor.close()
 
 
@@ -188,10 +158,7 @@ def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
     storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, Streams(model.device))
     iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
-    for plan, context in iterations.plans(10):
-        result = executor.execute(plan)
-        check_result(model, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, model, iterations, 10, tolerance=2e-3)
     executor.close()
 
 

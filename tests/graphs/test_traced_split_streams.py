@@ -8,7 +8,7 @@ from executors import thread_executor
 from graph_case import BLOCK_SIZE, make_executor
 from imitated_streams import ImitatedBackend
 from offloaded_case import random_split
-from pipeline_case import RandomIterations, check_result, make_storage
+from pipeline_case import RandomIterations, check_random_plans, make_storage
 from split_models import divided
 from torch_layer import TorchLayer
 from traced_models import FAMILIES, save
@@ -50,11 +50,7 @@ def test_random_plans_on_streams_of_any_order(folder: Path, whole: Decoder, shar
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
     executor, _ = make_executor(split(folder, seed, share), backend=backend)
     iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(5):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 5, after=backend.check_flags)
     assert not backend.was_graph
     executor.close()
 
@@ -66,8 +62,5 @@ def test_random_plans_on_threads(folder: Path, whole: Decoder, share: float | No
     model = split(folder, seed, share)
     storage = make_storage(model, dict.fromkeys(MEASURED_TIERS, 24), BLOCK_SIZE, device_kind=TorchLayer)
     executor, iterations = thread_executor(model, storage), RandomIterations(seed, 24, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(5):
-        result = executor.execute(plan)
-        check_result(whole, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, whole, iterations, 5)
     executor.close()

@@ -7,7 +7,7 @@ import pytest
 from async_case import AsyncIterations, Conveyor
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, prompts, sequence
 from imitated_streams import Hook, ImitatedBackend, StallingBackend
-from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage, tiny_model
 from seeds import seeds
 from workers import running_worker, with_workers
 
@@ -133,11 +133,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
 ) -> None:
     case = Case(stack, model, seed, num_queues=seed or None)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers, block_size=BLOCK_SIZE)
-    for plan, contexts in iterations.plans(8):
-        result = case.executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        case.backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(case.executor.execute, model, iterations, 8, after=case.backend.check_flags)
 
 
 @pytest.mark.parametrize("seed", seeds(2, 4))
@@ -145,11 +141,7 @@ def test_random_paces_on_streams_of_any_order(stack: ExitStack, model: Decoder, 
     case = Case(stack, model, seed, num_queues=(None, 1, 2, 3)[seed])
     tiers, num_layers = case.storage.tiers, model.config.num_layers
     iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, tiers=tiers)
-    for plan, contexts in iterations.plans(12):
-        result = case.executor.execute(plan)
-        check_result(model, plan, contexts, result)
-        case.backend.check_flags()
-        iterations.take_in(result)
+    check_random_plans(case.executor.execute, model, iterations, 12, after=case.backend.check_flags)
     assert iterations.num_ended > 0
 
 

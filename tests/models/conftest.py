@@ -2,17 +2,13 @@
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-
-from neo_desktop.models.traced import graph
-from neo_desktop.models.traced.sizes import Source
 
 SIZES = {
     "vocab_size": 96,
@@ -27,23 +23,6 @@ SIZES = {
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 MakeCheckpoint = Callable[..., tuple[Path, Any]]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _exported_once() -> Iterator[None]:
-    """Export each configuration once, which takes 4 s: tests have it in many folders."""
-    export, exports = graph._exported.__wrapped__, dict[object, graph.Exported]()
-
-    def exported(source: Source, modified_ns: int, *others: Any) -> graph.Exported:
-        content = source.named.read_text() if source.config_json is None else source.config_json
-        key = replace(source, path=Path(), config_json=content), *others
-        if key not in exports:
-            exports[key] = export(source, modified_ns, *others)
-        return exports[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "_exported", exported)
-        yield
 
 
 @pytest.fixture(scope="session")

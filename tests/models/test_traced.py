@@ -14,6 +14,7 @@ from cost_models import machine
 from dense_model import logits_of_all
 from quantised_folders import Tensors, awq, fp8, gptq, grid, quantise
 from safetensors.torch import save_file
+from seeds import first
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_models import FAMILIES, SIZES, save
@@ -64,8 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Folders(tmp_path_factory.mktemp("traced"))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("family", first(WRITTEN))
 def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], family: str) -> None:
     checkpoint = open_checkpoint(folders[family])
     token_ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(0))
@@ -134,9 +134,9 @@ class CountedKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_layer_stores_its_keys_and_values_by_one_operator(tmp_path: Path) -> None:
+def test_a_layer_stores_its_keys_and_values_by_one_operator(folders: dict[str, Path]) -> None:
     """The layer uses the device's operator: torch's would take 26 kernels."""
-    path, stored = save(tmp_path, *FAMILIES["gemma3"]), []
+    path, stored = folders["llama"], []
     decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
     operators = SimpleNamespace(
         **{name: getattr(native_operators, name) for name in native_operators.__all__}

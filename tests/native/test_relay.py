@@ -165,95 +165,63 @@ def test_the_timeout_begins_anew_with_every_step() -> None:
     assert len(attends.finish()) == NUM_LAYERS
 
 
-# A step that never ends: the page of q is unreadable, and the signal handler makes the thread sleep.
+# Steps that never end: their page is unreadable, and the signal handler makes the thread sleep.
 STUCK = """
-import ctypes, mmap, os, signal, threading, time
+import ctypes, mmap, signal, sys
+sys.path.append(SUPPORT)
 import torch
+from dataclasses import replace
 from paged_case import make_case
 from relay_case import batch_of, caches_of, relay
-from dataclasses import replace
-from pathlib import Path
 from neo_desktop.native.relay import RelayStalledError
 
 libc = ctypes.CDLL(None)
 libc.signal.restype = ctypes.c_void_p
-for number in (signal.SIGSEGV, signal.SIGUSR1):
-    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
-libc.signal(signal.SIGUSR2, ctypes.cast(libc.abs, ctypes.c_void_p))  # it ends a pause, and does nothing
-
-def threads():
-    return {int(name) for name in os.listdir("/proc/self/task")}
-
-def status(thread):  # from the state on; see proc(5)
-    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
-
-def protect(protection):
-    assert libc.mprotect(ctypes.c_void_p(q.data_ptr()), ctypes.c_size_t(1 << 20), protection) == 0
-
+libc.signal(signal.SIGSEGV, ctypes.cast(libc.pause, ctypes.c_void_p))
 case = make_case([400, 120])
-batch = batch_of(case)
+caches, batches = caches_of(case), [batch_of(case) for _ in range(3)]
 pages = mmap.mmap(-1, 1 << 20)
 q = torch.frombuffer(pages, dtype=case.q.dtype)[: case.q.numel()].view(case.q.shape)
 q.copy_(case.q)
 _, kv_heads, _, head_dim = case.v_cache.shape
 rows = torch.frombuffer(pages, dtype=q.dtype)[: 8 * kv_heads * head_dim].view(2, 4, kv_heads, head_dim)
-others = threads()
-relay, caches = relay(), caches_of(case)
-relay.start([ITEM], timeout_s=TIMEOUT)
-"""
-BEGIN_STEP = """
-protect(0)
-batch.flags[0, 0, 0] = 1
+attention, forgotten = (replace(batch, q=q).task(caches) for batch in batches[1:])
+of_rows = torch.arange(4), (rows, rows), batches[0].flags
+transfer = caches.rows_task("a prompt's KV", *of_rows, to_host=True)
+assert libc.mprotect(ctypes.c_void_p(q.data_ptr()), ctypes.c_size_t(1 << 20), 0) == 0
+for batch, task, timeout_s in zip(batches, (transfer, attention, forgotten), (0.5, 0.5, 0.0), strict=True):
+    stuck = relay()
+    stuck.start([task], timeout_s=timeout_s)
+    batch.flags[0, 0, 0] = 1
+    if not timeout_s:
+        break
+    try:
+        stuck.finish()
+    except RelayStalledError as error:
+        print(error)
+    assert bool((batch.flags[1, :, 0] == 1).all())
+    try:
+        stuck.start([batch.task(caches)])
+    except RuntimeError as error:
+        print(error)
+print("end")
 """
 
 
-def stuck_program(
-    timeout_s: float, rest: str, item: str = "replace(batch, q=q).task(caches)"
-) -> "subprocess.CompletedProcess[str]":
-    path = str(Path(__file__).parents[1] / "support")
-    program = f"import sys; sys.path.append({path!r})" + STUCK + rest
-    program = program.replace("TIMEOUT", str(timeout_s)).replace("ITEM", item)
-    return subprocess.run(
+def test_steps_that_never_end_are_given_up_and_do_not_keep_the_program_from_ending() -> None:
+    """The program forgets to close its last relay, whose step never ends either."""
+    program = STUCK.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
+    ended = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
     )
-
-
-TRANSFER = """caches.rows_task("a prompt's KV", torch.arange(4), (rows, rows), batch.flags, to_host=True)"""
-
-
-@pytest.mark.parametrize(
-    ("item", "said"),
-    [
-        (
-            "replace(batch, q=q).task(caches)",
-            "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
-        ),
-        (TRANSFER, "the CPU did not end storing a prompt's KV of layer 0 within 0.5 s"),
-    ],
-)
-def test_a_step_that_never_ends_is_given_up_and_does_not_keep_the_program_from_ending(
-    item: str, said: str
-) -> None:
-    rest = f"""{BEGIN_STEP}
-try:
-    relay.finish()
-except RelayStalledError as error:
-    print(error)
-assert bool((batch.flags[1, :, 0] == 1).all())
-try:
-    relay.start([batch.task(caches)])
-except RuntimeError as error:
-    print(error)
-"""
-    ended = stuck_program(0.5, rest, item)
-    assert ended.stderr == ""
-    assert ended.stdout.splitlines() == [said, "the relay's last iteration has not ended"]
-    assert ended.returncode == 0
-
-
-def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None:
-    ended = stuck_program(0.0, f"{BEGIN_STEP}\nprint('end')")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [
+        "the CPU did not end storing a prompt's KV of layer 0 within 0.5 s",
+        "the relay's last iteration has not ended",
+        "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
+        "the relay's last iteration has not ended",
+        "end",
+    ]
 
 
 def test_a_relay_that_is_closed_takes_no_more() -> None:

@@ -1,6 +1,7 @@
 """Plans for a tiny model, and an executor on an imitated GPU."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from imitated_streams import Hook, ImitatedBackend
 from pipeline_case import make_storage, sampling_input
@@ -53,7 +54,44 @@ def make_executor(
 
 
 TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(40)] for name in "abcdefg"}
-# Per request: tier, blocks, number of tokens before the first decode.
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests with the tokens of `TOKENS`.
+
+    Args:
+        homes: name -> tier, blocks, number of tokens before the first decode.
+        tiers: their order in a sub-batch.
+    """
+
+    homes: Mapping[str, tuple[KVTier, tuple[int, ...], int]]
+    tiers: Sequence[KVTier]
+
+    def sequence(
+        self, name: str, start: int, end: int, sampling: SamplingInput | None = None
+    ) -> ScheduledSequence:
+        tier, blocks, _ = self.homes[name]
+        tokens = tuple(TOKENS[name][start:end])
+        return ScheduledSequence(
+            name, tokens, start, tier, IntArray(blocks).view(), sampling or sampling_input(end)
+        )
+
+    def prompts(self, names: str) -> IterationPlan:
+        ordered = sorted(names, key=lambda name: self.tiers.index(self.homes[name][0]))
+        batch = tuple(self.sequence(name, 0, self.homes[name][2]) for name in ordered)
+        return IterationPlan((SubBatch(batch),))
+
+    def decodes(self, *names: str, step: int = 0, sampling: SamplingInput | None = None) -> IterationPlan:
+        """Return a plan with the first decodes after the prompts, one sub-batch per string of names."""
+
+        def one(name: str) -> ScheduledSequence:
+            start = self.homes[name][2] + step
+            return self.sequence(name, start, start + 1, sampling)
+
+        return IterationPlan(tuple(SubBatch(tuple(one(name) for name in part)) for part in names))
+
+
 HOMES = {
     "a": (KVTier.DEVICE, (0, 5), 20),
     "b": (KVTier.DEVICE, (2,), 3),
@@ -63,29 +101,8 @@ HOMES = {
     "f": (KVTier.DEVICE, (9, 11), 17),
     "g": (KVTier.HOST, (4, 6), 9),
 }
-
-
-def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = None) -> ScheduledSequence:
-    tier, blocks, _ = HOMES[name]
-    tokens = tuple(TOKENS[name][start:end])
-    return ScheduledSequence(
-        name, tokens, start, tier, IntArray(blocks).view(), sampling or sampling_input(end)
-    )
-
-
-def prompts(names: str) -> IterationPlan:
-    ordered = sorted(names, key=lambda name: MEASURED_TIERS.index(HOMES[name][0]))
-    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
-
-
-def decodes(*names: str, step: int = 0, sampling: SamplingInput | None = None) -> IterationPlan:
-    """Return a plan with the first decodes after the prompts, one sub-batch per string of names."""
-
-    def one(name: str) -> ScheduledSequence:
-        start = HOMES[name][2] + step
-        return sequence(name, start, start + 1, sampling)
-
-    return IterationPlan(tuple(SubBatch(tuple(one(name) for name in part)) for part in names))
+_REQUESTS = Requests(HOMES, MEASURED_TIERS)
+sequence, prompts, decodes = _REQUESTS.sequence, _REQUESTS.prompts, _REQUESTS.decodes
 
 
 def contexts(plan: IterationPlan) -> dict[str, list[int]]:

@@ -278,11 +278,17 @@ def check_random_plans(
     iterations: "RandomIterations",
     count: int,
     tolerance: float = 2e-4,
+    after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run `count` random plans and check every result; see `check_result`."""
+    """Run `count` random plans and check every result; see `check_result`.
+
+    Args:
+        after: called after each plan.
+    """
     for plan, contexts in iterations.plans(count):
         result = execute(plan)
         check_result(model, plan, contexts, result, tolerance)
+        after()
         iterations.take_in(result)
 
 

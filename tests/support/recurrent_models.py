@@ -2,9 +2,9 @@
 
 from typing import Any
 
-_LINEAR = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "layer_types": _LINEAR,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -34,7 +34,7 @@ _NEMOTRON = {
     "n_groups": 2,
     "chunk_size": 16,
 }
-_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", _DELTA),
     "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA | _EXPERTS),
@@ -73,13 +73,13 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         _MAMBA
         | {
-            "num_hidden_layers": 4,
-            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
             "num_local_experts": 0,
             "shared_intermediate_size": 96,
         },
     ),
     "falcon-h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_n_groups": 1}),
-    "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
+    "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
 }
 """Name -> type and changes of its configuration. Layers of both kinds alternate in various orders."""

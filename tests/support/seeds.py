@@ -1,5 +1,7 @@
-"""Seeds of random tests: a few in each run, more with --all."""
+"""Parameter sets of tests: a few in each run, more with --all."""
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -7,4 +9,10 @@ import pytest
 
 def seeds(few: int, every: int) -> list[Any]:
     """Return the seeds from 0; those from `few` on run with --all."""
-    return [*range(few), *(pytest.param(seed, marks=pytest.mark.sample(0)) for seed in range(few, every))]
+    return first(range(every), few)
+
+
+def first(values: Iterable[Any], few: int = 1) -> list[Any]:
+    """Return all values; those from `few` on run with --all. Tests of a model's export share the first."""
+    rest = iter(values)
+    return [*islice(rest, few), *(pytest.param(value, marks=pytest.mark.sample(0)) for value in rest)]

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 300,
@@ -35,7 +35,7 @@ LATENT = {
 }
 SWA = {
     "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 YARN = {
     "rope_type": "yarn",
@@ -52,7 +52,7 @@ GEMMA_4 = SWA | {
     "global_head_dim": 32,
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 30.0,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
     "gemma3": (
@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 32,
             "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
     "phi3": ("phi3", {}),
@@ -88,13 +88,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "cohere2": (  # rotations pair neighboring numbers; full layers have none
         "cohere2",
-        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "apertus": ("apertus", {}),  # the checkpoint holds activation parameters
     "olmoe": ("olmoe", EXPERTS | {"num_experts": 8}),
     "qwen2-moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}),
     # Attention sinks; full layers have no rotations.
-    "granite-swa": ("granite_swa", SWA | {"attention_multiplier": 0.3, "layer_rope_theta": [1e4, 0, 1e4]}),
+    "granite-swa": ("granite_swa", SWA | {"attention_multiplier": 0.3, "layer_rope_theta": [1e4, 0]}),
     "granite-moe-swa": ("granitemoe_swa", EXPERTS | SWA | {"num_local_experts": 8}),
     "flint": (
         "flint",
@@ -133,7 +133,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
         },
     ),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "olmo3": ("olmo3", SWA | {"rope_parameters": YARN}),
     "ministral3": (  # queries are scaled by position
         "ministral3",

@@ -91,8 +91,7 @@ CASES = {
     "qwen3.5": _qwen(  # recurrent layers, and rotations by time, height and width
         "qwen3_5",
         {
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 32,
             "linear_num_value_heads": 4,
             "linear_num_key_heads": 2,
@@ -142,7 +141,7 @@ CASES = {
             "text_config": TEXT
             | {
                 "sliding_window": 12,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_types": ["sliding_attention", "full_attention"],
                 "tie_word_embeddings": False,
             },
             "tie_word_embeddings": False,
