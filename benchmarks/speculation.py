@@ -4,11 +4,12 @@ python -m benchmarks.speculation MODEL [--draft-model NAME] [--turns 3] [--token
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
@@ -60,14 +61,18 @@ def repeating() -> list[str]:
     ]
 
 
-Steps = list[tuple[int, float]]  # rows and seconds of the steps of decodes
+class Turn(NamedTuple):
+    """One run of some prompts."""
+
+    seconds: float  # of the processor, in all threads of this process, in steps of decodes
+    num_steps: int
+    answers: list[list[int]]
 
 
 class Comparison:
     """Runs prompts with and without drafts.
 
-    Other programs delay single steps. So a step counts with the time of the fastest tenth of the steps with
-    as many rows.
+    Other programs delay steps, so processor time is compared.
 
     Args:
         turns: pairs of runs.
@@ -88,23 +93,22 @@ class Comparison:
 
         executor.start = noted  # type: ignore[method-assign]
 
-    def run(self, prompts: Sequence[str], *, drafts: bool) -> tuple[Steps, list[list[int]]]:
-        """Return the steps, and the answers."""
+    def run(self, prompts: Sequence[str], *, drafts: bool) -> Turn:
         engine, params = self._engine, replace(self._params, speculation=drafts)
         answers: list[list[int]] = [[] for _ in prompts]
-        steps: Steps = []
+        seconds, num_steps = 0.0, 0
         for index, prompt in enumerate(prompts):
             engine.add(str(index), engine.prepare(prompt, params))
         while engine.has_work:
             self._plans.clear()
-            started = time.perf_counter()
+            started = time.process_time()
             engine.collect()
-            seconds = time.perf_counter() - started
-            if self._plans and all(sequence.is_decode for sequence in self._plans[0].sequences):
-                steps.append((self._plans[0].sub_batches[0].num_tokens, seconds))
             for output in engine.take_outputs():
                 answers[int(output.request_id)] += [token.token_id for token in output.tokens]
-        return steps, answers
+            if self._plans and all(sequence.is_decode for sequence in self._plans[0].sequences):
+                seconds += time.process_time() - started
+                num_steps += 1
+        return Turn(seconds, num_steps, answers)
 
     def gain(
         self,
@@ -113,39 +117,53 @@ class Comparison:
         drafter: Drafter | None,
         model: ModelDrafter | None = None,
     ) -> None:
-        """Print the gain over some batches of chats."""
+        """Print the gain over some batches of chats, and the time that the decisions take."""
         scheduler, encode = self._engine._scheduler, self._engine.input_processor.tokenizer.encode
-        scheduler._speculation = Speculation(drafter, self._engine._cost_model, 256, model)
-        totals = {True: 0.0, False: 0.0}
+        speculation = Speculation(drafter, self._engine._cost_model, 256, model)
+        decided = {each: Decided(speculation, each) for each in ("widened", "learn", "measure")}
+        scheduler._speculation = speculation
+        totals, num_steps = {True: 0.0, False: 0.0}, 0
         for batch in batches:
-            steps: dict[bool, list[Steps]] = {True: [], False: []}
-            self.run(batch, drafts=False)
-            for _ in range(self._turns):
-                answers = []
-                for drafts in (False, True):
-                    taken, tokens = self.run(batch, drafts=drafts)
-                    steps[drafts].append(taken)
-                    answers.append(tokens)
-                assert answers[0] == answers[1], "drafts changed an answer"
-                if isinstance(drafter, Replay):
-                    known = zip((tuple(encode(prompt)) for prompt in batch), answers[0], strict=True)
-                    drafter.answers |= dict(known)
-            seconds = {drafts: typical_seconds(runs) for drafts, runs in steps.items()}
-            for drafts, took in seconds.items():
-                totals[drafts] += took
-            print(f"    {seconds[False] / seconds[True]:.2f}x, {len(steps[True][-1])} steps", flush=True)
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            answers = [self.run(batch, drafts=False).answers]
+            if isinstance(drafter, Replay):
+                known = zip((tuple(encode(prompt)) for prompt in batch), answers[0], strict=True)
+                drafter.answers |= dict(known)
+            for turn in range(self._turns):
+                for drafts in (False, True) if turn % 2 else (True, False):
+                    for each in decided.values():
+                        each.counts = drafts
+                    taken = self.run(batch, drafts=drafts)
+                    seconds[drafts].append(taken.seconds)
+                    answers.append(taken.answers)
+                    num_steps += taken.num_steps * drafts
+            assert all(each == answers[0] for each in answers), "drafts changed an answer"
+            took = {drafts: statistics.median(each) for drafts, each in seconds.items()}
+            for drafts, each in took.items():
+                totals[drafts] += each
+            print(f"    {took[False] / took[True]:.2f}x", flush=True)
         gain = totals[False] / totals[True]
-        print(f"{name}: {totals[False]:.2f} s without drafts, {totals[True]:.2f} s with, {gain:.2f}x")
+        print(f"{name}: {totals[False]:.2f} s without drafts, {totals[True]:.2f} s with, {gain:.3f}x")
+        spent = ", ".join(f"{each} {1e6 * of.seconds / num_steps:.0f}" for each, of in decided.items())
+        print(f"    {num_steps} steps with drafts; µs per step: {spent}")
         print(f"    {scheduler.speculative}", flush=True)
 
 
-def typical_seconds(runs: Sequence[Steps]) -> float:
-    """Return the time of the last run, if each of its steps took as long as the fastest tenth of its size."""
-    by_rows: dict[int, list[float]] = {}
-    for rows, seconds in chain.from_iterable(runs):
-        by_rows.setdefault(rows, []).append(seconds)
-    fast = {rows: sorted(found)[len(found) // 10] for rows, found in by_rows.items()}
-    return sum(fast[rows] for rows, _ in runs[-1])
+class Decided:
+    """Measures a method of an object: this thread's processor time."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.seconds = 0.0
+        self.counts = True
+        method = getattr(owner, name)
+
+        def measured(*given: Any, **named: Any) -> Any:
+            started = time.thread_time()
+            found = method(*given, **named)
+            self.seconds += self.counts * (time.thread_time() - started)
+            return found
+
+        setattr(owner, name, measured)
 
 
 def main() -> None:

@@ -11,7 +11,11 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import check_weight_pages, weight_bytes
+from neo_desktop.engine.cuda.pinned import (
+    PageableError,
+    check_weight_pages,
+    weight_bytes,
+)
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.fallbacks import fallbacks
@@ -113,7 +117,7 @@ def load(
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
             form = placed_form(DENSE, config, dtype, device, plan)
-            decoder = random_model(config, dtype=dtype, device=device, form=form)
+            decoder = made(form, partial(random_model, config, dtype=dtype, device=device))
         check_weight_pages()
         name = f"{options.shape} (random weights)"
         return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
@@ -141,9 +145,8 @@ def load(
 
     with streams.on_device():
         form = placed_form(form, config, dtype, device, plan)
-        decoder = load_model(
-            checkpoint, whole, dtype=dtype, device=device, progress=loaded, form=form, rank=rank
-        )
+        make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
+        decoder = made(form, make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -207,8 +210,25 @@ def placed_form(
     )
     offloaded_form = host_form(form)
     if device.type == "cuda":
-        offloaded_form = replace(offloaded_form, room=weight_bytes)
+        offloaded_form = replace(
+            offloaded_form, room=partial(weight_bytes, must_pin=placed.moves is not None)
+        )
     return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch, placed.moves)
+
+
+def made(form: WeightFormat, make: Callable[..., Decoder]) -> Decoder:
+    """Make a decoder in a weight format. Experts stay if the system does not pin the memory for their moves.
+
+    Args:
+        make: makes it, with the keyword `form`. All memory is taken before weights are read.
+    """
+    try:
+        return make(form=form)
+    except PageableError as error:
+        logger.warning("experts do not move: %s", error)
+    # Only now, without the error, the memory is free again.
+    assert isinstance(form, OffloadedFormat)
+    return make(form=replace(form, moves=None, host_form=replace(form.host_form, room=weight_bytes)))
 
 
 def model_path(model: str | Path) -> Path:

@@ -1,11 +1,15 @@
 """Sets up a model's own layer of multi-token prediction as its drafter.
 
-The layer is on the model's device, with the model's embedding and output head. Plans of the model's weights
-leave room for it. If some weights of the model would have to leave the GPU for it, it is not used.
+The layer is on the model's device, with the model's embedding and output head. Its memory is planned together
+with the model's weights and KV: `plan_beside` is for set-up and for predictions alike. If many weights of the
+model would have to leave the GPU for it, it is not used.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Self
 
 import torch
 
@@ -26,7 +30,7 @@ from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.speculate.draft_model import DraftLimits
-from neo_desktop.engine.speculate.kept_states import MOST_TOKENS
+from neo_desktop.engine.speculate.kept_states import MOST_TOKENS, most_bytes
 from neo_desktop.engine.speculate.mtp_head import MtpHead
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
@@ -42,6 +46,83 @@ from neo_desktop.models.weights import Weights
 logger = logging.getLogger(__name__)
 
 LIMITS = SchedulerLimits(MOST_TOKENS, MOST_REQUESTS)  # of the layer's iterations
+# Most weights in host memory beside the layer, relative to those without it. An iteration takes about as much
+# longer, and drafts gain more than that.
+MOST_ON_HOST = 1.2
+
+
+class Layer(NamedTuple):
+    """A model's layer of multi-token prediction."""
+
+    config: TracedConfig
+    stored: WeightFormat  # of its matrices in its files
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: ModelConfig, weights: Weights) -> Self | None:
+        """Return the layer of a checked model; None: it has none that can be used.
+
+        Args:
+            weights: `check_model`.
+        """
+        if not weights.predicting or not isinstance(config, TracedConfig):
+            return None
+        try:
+            own, tensors = open_prediction(checkpoint, config, weights.predicting)
+        except ModelError:
+            return None
+        return cls(own, stored_form(tensors, own))
+
+
+class Beside(NamedTuple):
+    """A layer's memory, and what it leaves to the model."""
+
+    plan: WeightPlan | None  # of the model's weights
+    options: EngineOptions  # for the model: limits on memory are lower by the layer's
+    free: FreeMemory  # for the model
+    form: WeightFormat  # of the layer's matrices in memory
+    num_blocks: int  # of its KV
+    nbytes: int  # of its weights and KV
+
+
+def may_draft(options: EngineOptions) -> bool:
+    """Return True if the options let a layer draft."""
+    drafts = options.speculate in ("auto", "mtp") and options.draft_model is None
+    return drafts and options.tensor_parallel == 1
+
+
+def plan_beside(
+    layer: Layer,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: EngineOptions,
+    free: FreeMemory,
+    plan: Callable[[EngineOptions, FreeMemory], WeightPlan | None],
+) -> Beside:
+    """Plan the placement of the model's weights beside its layer.
+
+    Args:
+        plan: plans the placement of the model's weights.
+
+    Raises:
+        MemoryError: the layer does not fit, or weights of the model would leave the GPU for it.
+    """
+    config = layer.config
+    form = kept_form(layer.stored, options, device, config, free.gpu_bytes)
+    num_blocks = num_kv_blocks(config, dtype, room_for_kv(options, free))
+    kv = num_blocks * kv_block_bytes(config, dtype)
+    nbytes = own_bytes(config, dtype, form) + kv
+    taken = nbytes + activation_bytes(config, LIMITS, dtype, device)
+    cap, caps = ("gpu_memory_gib", taken) if device.type == "cuda" else ("cpu_memory_gib", kv)
+    left = charged(options, cap, caps, "the layer of multi-token prediction")
+    rest = free.without(taken)
+    rest = replace(rest, host_bytes=rest.host_bytes - most_bytes(MOST_REQUESTS, config.hidden_size))
+    placed = plan(left, rest)
+    if placed is not None:
+        alone = plan(options, free)
+        more = placed.host_bytes - (0 if alone is None else alone.host_bytes)
+        if more > (1 - 1 / MOST_ON_HOST) * placed.host_bytes:
+            raise MemoryError(f"{more / 1e9:.2f} GB more of the model's weights would be in host memory")
+    return Beside(placed, left, rest, form, num_blocks, nbytes)
 
 
 class MtpDrafting:
@@ -50,8 +131,7 @@ class MtpDrafting:
     def __init__(self, options: EngineOptions, name: str, config: TracedConfig, weights: Weights) -> None:
         self.options = options  # for the model: the layer's memory does not count as free
         self._name, self._config, self._weights = name, config, weights
-        self._form: WeightFormat | None = None  # set by `plan`; None: the layer is not used
-        self._num_blocks = self._nbytes = 0  # of its KV; of its weights and KV
+        self._beside: Beside | None = None  # set by `plan`; None: the layer is not used
         self._executor = DrafterExecutor()
 
     @classmethod
@@ -93,26 +173,22 @@ class MtpDrafting:
         self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan | None:
         """Plan the placement of the model's weights beside the layer: a `Planner`."""
-        plan = partial(plan_memory, config, form, dtype, device, rates=partial(measured_rates, device, dtype))
-        own = kept_form(stored_form(self._weights, self._config), self.options, device, self._config)
-        free = FreeMemory.now(device)
-        num_blocks = num_kv_blocks(self._config, dtype, room_for_kv(self.options, free))
-        kv = num_blocks * kv_block_bytes(self._config, dtype)
-        nbytes = own_bytes(self._config, dtype, own) + kv
-        taken = nbytes + activation_bytes(self._config, LIMITS, dtype, device)
+        rates = partial(measured_rates, device, dtype)
+
+        def plan(options: EngineOptions, free: FreeMemory) -> WeightPlan | None:
+            return plan_memory(config, form, dtype, device, options, rates, free)
+
+        layer, free = Layer(self._config, stored_form(self._weights, self._config)), FreeMemory.now(device)
         try:
-            cap, caps = ("gpu_memory_gib", taken) if device.type == "cuda" else ("cpu_memory_gib", kv)
-            options = charged(self.options, cap, caps, "the layer of multi-token prediction")
-            if (placed := plan(options, free=free.without(taken))) is None:
-                self.options, self._form, self._num_blocks, self._nbytes = options, own, num_blocks, nbytes
-                return None
-            why = f"{placed.host_bytes / 1e9:.2f} GB of the model's weights would be in host memory"
+            self._beside = plan_beside(layer, dtype, device, self.options, free, plan)
         except MemoryError as error:
-            why = str(error)
-        if self.options.speculate == "mtp":
-            raise MemoryError(f"{self._name}: its layer of multi-token prediction does not fit: {why}")
-        logger.info("%s: its layer of multi-token prediction is not used: %s", self._name, why)
-        return plan(self.options)
+            if self.options.speculate == "mtp":
+                why = "its layer of multi-token prediction does not fit"
+                raise MemoryError(f"{self._name}: {why}: {error}") from None
+            logger.info("%s: its layer of multi-token prediction is not used: %s", self._name, error)
+            return plan(self.options, free)
+        self.options = self._beside.options
+        return self._beside.plan
 
     def attach(self, loaded: LoadedModel) -> MtpHead | None:
         """Load the layer beside the loaded model, and measure it; None: it is not used.
@@ -121,10 +197,10 @@ class MtpDrafting:
             Exception: it cannot be used, and `speculate` is "mtp".
             EngineLostError, RuntimeError: the GPU is lost.
         """
-        if self._form is None:
+        if self._beside is None:
             return None
         try:
-            return self._attach(loaded, self._form)
+            return self._attach(loaded, self._beside)
         except Exception as error:  # any exception: the model works without the layer
             if is_lost(error) or self.options.speculate == "mtp":
                 raise
@@ -133,18 +209,17 @@ class MtpDrafting:
         logger.warning("%s: its layer of multi-token prediction is not used: %s", self._name, why)
         return None
 
-    def _attach(self, loaded: LoadedModel, form: WeightFormat) -> MtpHead:
+    def _attach(self, loaded: LoadedModel, beside: Beside) -> MtpHead:
         with loaded.streams.on_device():
-            decoder = load_prediction(self._config, self._weights, loaded.decoder, form)
+            decoder = load_prediction(self._config, self._weights, loaded.decoder, beside.form)
         vocab_size = loaded.config.vocab_size
         limits = DraftLimits(
             self._config.max_context_tokens, vocab_size, vocab_size, MOST_TOKENS, MOST_REQUESTS
         )
-        execute, kv = self._executor.build(decoder, loaded.streams, self._num_blocks, limits)
+        execute, kv = self._executor.build(decoder, loaded.streams, beside.num_blocks, limits)
         head = MtpHead(execute, kv, self.close, limits)
-        logger.info(
-            "%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, self._nbytes / 1e9
-        )
+        gb = beside.nbytes / 1e9
+        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, gb)
         return head
 
     def close(self) -> None:

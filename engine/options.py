@@ -83,9 +83,7 @@ class EngineOptions:
         BUILTIN, "Hugging Face checkpoint, GGUF file, or 'builtin'.", panel=MODEL, has_flag=False
     )
     shape: str | None = option(
-        None,
-        "Random weights in a published shape (llama-2-7b), to measure with.",
-        panel=MODEL,
+        None, "Random weights in a published shape (llama-2-7b), to measure with.", panel=MODEL
     )
     mmproj: Path | None = option(
         None, "GGUF file of a GGUF model's vision tower; default: an mmproj*.gguf beside it.", panel=MODEL
@@ -148,11 +146,15 @@ class EngineOptions:
     )
     gpu_weights_gib: float | None = option(
         None,
-        "Limit on GPU memory for weights: the rest stays in host memory, and CPU and GPU "
-        "compute it together. Default: all weights if they fit beside KV, otherwise what is predicted to "
-        "be fastest.",
+        "Limit on GPU memory for weights: CPU and GPU together compute the rest, in host memory. "
+        "Default: all weights if they fit beside KV, otherwise what is predicted to be fastest.",
         metavar="GIB",
         least=0.0001,
+    )
+    move_experts: str = option(
+        "auto",
+        "Experts on the GPU change with use where that is predicted to pay (auto), or stay (off).",
+        fixed_choices=("auto", "off"),
     )
     gpu_slice: int | None = option(
         None,
@@ -177,9 +179,8 @@ class EngineOptions:
     )
     disk_cache_gib: float | None = option(
         None,
-        "Limit on KV on disk, in the user's cache folder: it serves prompts that come back after "
-        "their KV left the caches, or after a restart; 0: none. Default: 10, at most a tenth of the "
-        "free space.",
+        "Limit on KV on disk, for prompts that come back after their KV left the caches, or after a "
+        "restart; 0: none. Default: 10, at most a tenth of the free space.",
         metavar="GIB",
         least=0,
     )

@@ -57,6 +57,7 @@ from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.speculate.drafter import ModelDrafter
+from neo_desktop.engine.speculate.kept_states import most_bytes
 from neo_desktop.models.rank import ALONE
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,10 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         loaded = load(options, progress, plan=plan, rank=rank, checkpoint=checkpoint)
         drafter = None if drafting is None else drafting.attach(loaded)
         options = options if drafting is None else drafting.options
-        parts = replace(take_memory(loaded, options, member=leader), drafter=drafter)
+        held = 0
+        if drafter is not None and drafter.kept is not None:
+            held = most_bytes(drafter.most_requests, loaded.config.hidden_size)
+        parts = replace(take_memory(loaded, options, member=leader, held=held), drafter=drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)
         return replace(parts, leader=leader, resources=resources.pop_all())
@@ -218,6 +222,7 @@ def take_memory(
     options: EngineOptions,
     tiers: Sequence[KVTier] | None = None,
     member: Member | None = None,
+    held: int = 0,
 ) -> EngineParts:
     """Allocate KV memory for a loaded model; repeated calls allocate separate memory.
 
@@ -226,6 +231,7 @@ def take_memory(
     Args:
         tiers: None: the policy's.
         member: of the ranks that divide the model; None: a single rank.
+        held: bytes of host memory that are taken later, and not for KV.
 
     Raises:
         MemoryError: the memory does not suffice.
@@ -247,6 +253,7 @@ def take_memory(
     if member is not None:
         member.join(decoder.dtype, decoder.device)
     free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
+    free = replace(free, host_bytes=free.host_bytes - held)
     weight_bytes = decoder.memory()[decoder.device]
     budget = KVBudget(
         loaded.config, decoder.dtype, decoder.device, options, free, weight_bytes, tiers, bus_share

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from neo_desktop.app.llamacpp.choice import is_installed
 from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.mtp import Layer
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
@@ -42,6 +43,7 @@ class LocalModel:
     reason: str | None = None  # why it cannot be run; None: it can
     is_quantised: bool = False  # its weights have less than 16 bits
     form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
+    layer: Layer | None = None  # of multi-token prediction; None: it has none that can draft
     needs_llamacpp: bool = False  # the engine cannot run it, llama.cpp may
     name: str = ""
     shape: str | None = None  # random weights in this published shape, which are in no file
@@ -150,6 +152,7 @@ def _facts(open_it: Callable[[Path], Checkpoint], path: Path, _: _State) -> Loca
         config=config,
         is_quantised=weights.is_quantised,
         form=stored_form(weights, config),
+        layer=Layer.of(checkpoint, config, weights),
     )
 
 

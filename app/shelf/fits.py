@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from neo_desktop.app.shelf.checkpoint_summary import LocalModel
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
+from neo_desktop.engine import mtp
 from neo_desktop.engine.drafting import plan_beside
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -60,6 +61,7 @@ class Fitting:
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
         draft: the draft model beside it, with a config; None: there is none.
+        layer: its layer of multi-token prediction; None: it has none that can draft.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Fitting:
         figures: MachineFigures | str,
         stored: WeightFormat = DENSE,
         draft: LocalModel | None = None,
+        layer: mtp.Layer | None = None,
     ) -> None:
         self.whole, self.options, self.figures, self.stored = whole, options, figures, stored
         self.device = device = choose_device(options.device)
@@ -94,6 +97,8 @@ class Fitting:
                 lead = "the draft model does not fit: "
                 self._place_draft(draft)
                 lead = "beside the draft model, "
+            elif layer is not None and mtp.may_draft(options):
+                self._place_layer(layer)
             self._place_memory()
             self.reason = reason or self._why_no_chats()
         except MemoryError as error:
@@ -107,6 +112,17 @@ class Fitting:
         self.options, self.free = plan_beside(
             draft.config, draft.form, self.options, self.device, self.free, self._weight_plan
         )
+
+    def _place_layer(self, layer: mtp.Layer) -> None:
+        try:
+            beside = mtp.plan_beside(
+                layer, self.dtype, self.device, self.options, self.free, self._weight_plan
+            )
+        except MemoryError as error:
+            if self.options.speculate == "mtp":
+                raise MemoryError(f"its layer of multi-token prediction does not fit: {error}") from None
+            return  # it is not used
+        self.options, self.free = beside.options, beside.free
 
     def _weight_plan(self, options: EngineOptions, free: FreeMemory) -> WeightPlan | None:
         return plan_memory(self.config, self.form, self.dtype, self.device, options, lambda: self.rates, free)

@@ -25,7 +25,7 @@ from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.ranks.driver import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype, model_path
-from neo_desktop.engine.mtp import MtpDrafting
+from neo_desktop.engine.mtp import Layer, MtpDrafting
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
@@ -213,15 +213,22 @@ class ModelLoader:
         if model.config is None or runs_llamacpp:
             return Candidate(model, None, model.reason or self.why_not(model), runs_llamacpp)
         try:
-            found = self.fit(model.config, model.form, is_loaded=is_loaded)
+            found = self.fit(model.config, model.form, is_loaded=is_loaded, layer=model.layer)
         except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
             return Candidate(model, None, str(error), runs_llamacpp)
         return Candidate(model, found, model.reason, runs_llamacpp)
 
-    def fit(self, config: ModelConfig, stored: WeightFormat = DENSE, *, is_loaded: bool = False) -> Fit:
+    def fit(
+        self,
+        config: ModelConfig,
+        stored: WeightFormat = DENSE,
+        *,
+        is_loaded: bool = False,
+        layer: Layer | None = None,
+    ) -> Fit:
         """Predict a model in place of the one that may be loaded."""
         free, figures = self._free(is_loaded), self.figures()
-        return Fitting(config, self.options, free, figures, stored, self._draft).fit()
+        return Fitting(config, self.options, free, figures, stored, self._draft, layer).fit()
 
     def figures(self) -> MachineFigures | str:
         return find_figures(choose_device(self.options.device), self._reports)

@@ -1,6 +1,7 @@
 """The machine that is asked for, and the model that suits it."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import model_path
+from neo_desktop.engine.mtp import Layer, plan_beside
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.weight_plan import WeightPlan, divides_experts
@@ -56,23 +58,32 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     """
     gpu, host = _gpu_and_host(options)
     name = options.model or _usual_model(gpu, host, limits)
-    config, form = _config(name)
+    config, form, layer = _config(name)
     # As the engine chooses on a GPU.
     is_float16 = config.dtype is torch.bfloat16 and not gpu.has_bfloat16
     dtype = torch.float16 if is_float16 else config.dtype
-    rates = machine_rates(gpu, host, config)
+    rates, device = machine_rates(gpu, host, config), torch.device("cuda")
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     engine = EngineOptions(
         max_batch_tokens=limits.max_batch_tokens,
         max_batch_requests=limits.max_batch_requests,
         policy=options.policy or "auto",
     )
+
+    def planned(options: EngineOptions, free: FreeMemory) -> WeightPlan | None:
+        return plan_memory(config, form, dtype, device, options, lambda: rates, free)
+
     try:
-        plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, lambda: rates, free)
+        if layer is not None:
+            with suppress(MemoryError):  # it is not used
+                _, _, free, *_ = plan_beside(layer, dtype, device, engine, free, planned)
+        own_gpu = replace(gpu, memory_bytes=free.device_bytes)  # without the layer's memory
+        own_host = replace(host, memory_bytes=free.host_bytes)
+        plan = planned(engine, free)
         divided = DividedWeights.of(plan, rates, config, form, dtype)
         is_split = divided is not None and divided.plan.is_split
         _check_experts(config, plan)
-        budget = kv_budget(gpu, host, config, dtype, limits, form, plan if is_split else None)
+        budget = kv_budget(own_gpu, own_host, config, dtype, limits, form, plan if is_split else None)
     except MemoryError as error:
         if options.model is None:
             raise
@@ -119,9 +130,10 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
     return USUAL_MODELS[-1]
 
 
-def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
+def _config(name: str) -> tuple[ModelConfig, WeightFormat, Layer | None]:
+    """Return a model's configuration, format of matrices, and layer of multi-token prediction."""
     if name in PUBLISHED:
-        return PUBLISHED[name], DENSE
+        return PUBLISHED[name], DENSE, None
     published, _, quantisation = name.partition(":")
     if published in PUBLISHED:
         if quantisation not in QUANTISATIONS:
@@ -130,12 +142,14 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat]:
                 param_hint="--model",
             )
         config = PUBLISHED[published]
-        return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch)
+        return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch), None
     path = model_path(name)
     if path.exists():
         checkpoint = open_checkpoint(path)
         config = checkpoint.config()
-        return config, stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
+        weights = check_model(checkpoint, config)
+        form = stored_form(weights, config).on_gpu(dispatch)
+        return config, form, Layer.of(checkpoint, config, weights)
     raise BadParameter(
         f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(PUBLISHED)}",
         param_hint="--model",

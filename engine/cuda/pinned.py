@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
+class PageableError(RuntimeError):
+    """The system does not pin host memory that must be pinned."""
+
+
 class _Pages(mmap.mmap):
     """Host memory that stays pinned until the last reference to it is gone."""
 
@@ -56,13 +60,19 @@ def kv_bytes(nbytes: int) -> Tensor:
     return memory
 
 
-def weight_bytes(nbytes: int) -> Tensor:
-    """Return bytes for weights, pinned if the system allows; `execute.weight_stream` handles both cases."""
+def weight_bytes(nbytes: int, *, must_pin: bool = False) -> Tensor:
+    """Return bytes for weights, pinned if the system allows; `execute.weight_stream` handles both cases.
+
+    Raises:
+        PageableError: `must_pin`, and the bytes are not pinned.
+    """
     pages, memory = _advised(nbytes)
     _weights.add(pages)
     refusal = pages.pin() if fallbacks.level("host_memory") == "pinned" else None
     if refusal is not None:
         logger.debug("%.1f GB of weights are not pinned: %s", nbytes / 1e9, refusal)
+    if must_pin and pages.pinned_at is None:
+        raise PageableError(f"{nbytes / 1e9:.1f} GB of host memory cannot be pinned") from refusal
     return memory
 
 

@@ -10,7 +10,7 @@ Experts move only while the planned places serve more choices, and these are wor
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ STORED_PASSES = 3  # the GPU writes received experts, reads them, and writes the
 BUS_SHARE = 0.5  # of an iteration's time, for copies of experts
 MOST_MOVES = 32  # per iteration; each takes launches on the engine's thread
 
-_NEVER = np.iinfo(np.int64).max
+_NEVER = np.iinfo(np.int32).max
 
 
 def move_budget(rates: Rates, experts: Iterable[tuple[Sizes, int]]) -> MoveBudget:
@@ -43,8 +43,7 @@ def move_budget(rates: Rates, experts: Iterable[tuple[Sizes, int]]) -> MoveBudge
     return MoveBudget(most, free, STORED_PASSES * rates.cpu_bytes_per_s / rates.gpu_bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """The copy of an expert to a slot."""
 
     layer: int  # index among the MoE layers with slots
@@ -68,42 +67,51 @@ class ExpertPlaces:
         expert_bytes: Sequence[int],
         budget: MoveBudget,
     ) -> None:
-        layers, count = shape = slots.shape
+        layers, self._count = slots.shape
         self._bytes, self._budget = np.asarray(expert_bytes, np.int64), budget
         self.slots = slots.copy()
         # Per layer, slots without an expert.
         self._free = [set(range(num)) - set(own.tolist()) for num, own in zip(num_slots, slots, strict=True)]
-        self._first = np.tile(np.arange(count), (layers, 1)) < np.asarray(num_slots)[:, None]
-        self._planned = self._first.copy()
+        self._first = np.tile(np.arange(self._count), (layers, 1)) < np.asarray(num_slots)[:, None]
         self._now = 0
-        self._last = np.zeros(shape, np.int64)  # iteration of the last use; 0: none
+        self._last = np.zeros(slots.shape, np.int32)  # iteration of the last use; 0: none
+        self._uses = np.where(self._first, self._last, _NEVER)  # the same; _NEVER: its place is not planned
         self._gain = self._chosen = self._copied = 0.0  # bytes per iteration, see `_compare`
         self.moves_experts = False  # True while planned places are better than the first ones
 
     def record(self, asked: NDArray[np.bool_]) -> None:
         """Take in the experts that an iteration's rows chose, [layers, experts]."""
         self._now += 1
-        gain = (asked & self._planned).sum(1) - (asked & self._first).sum(1)
-        before = self._last.copy()
-        self._last[asked] = self._now
-        copied = self._plan(asked, before)
-        self._compare(float(gain @ self._bytes), float(asked.sum(1) @ self._bytes), copied)
+        chosen = np.flatnonzero(asked)  # much faster than `nonzero` of two dimensions
+        before, planned = self._last.take(chosen), self._uses.take(chosen) < _NEVER
+        layers = chosen // self._count
+        nbytes = self._bytes[layers]
+        gain = nbytes[planned].sum() - nbytes[self._first.take(chosen)].sum()
+        self._last.put(chosen, self._now)
+        self._uses.put(chosen[planned], self._now)
+        again = ~planned & (before > self._uses.min(1)[layers])
+        copied = self._plan(chosen[again], before[again])
+        self._compare(float(gain), float(nbytes.sum()), copied)
 
-    def _plan(self, asked: NDArray[np.bool_], before: NDArray[np.int64]) -> float:
-        """Change the planned places; return the bytes of the copies."""
-        uses = np.where(self._planned, self._last, _NEVER)
-        layers, experts = np.nonzero(asked & ~self._planned & (before > uses.min(1, keepdims=True)))
-        copied, num_copies = 0.0, 0
-        for index in np.argsort(-before[layers, experts], kind="stable"):
-            layer, expert = layers[index], experts[index]
-            oldest = uses[layer].argmin()
-            if uses[layer, oldest] >= before[layer, expert]:
+    def _plan(self, again: NDArray[np.intp], before: NDArray[np.int32]) -> float:
+        """Change the planned places; return the bytes of the copies.
+
+        Args:
+            again: indices of chosen experts in the flat order of layers and experts;
+            before: their last uses before this iteration.
+        """
+        copied, num_copies, sizes = 0, 0, self._bytes.tolist()
+        order = np.argsort(-before, kind="stable")
+        for index, last in zip(again[order].tolist(), before[order].tolist(), strict=True):
+            layer, expert = divmod(index, self._count)
+            uses = self._uses[layer]
+            oldest = uses.argmin()
+            if uses[oldest] >= last:
                 continue
-            if num_copies == MOST_MOVES or copied + self._bytes[layer] > self._budget.most:
+            if num_copies == MOST_MOVES or copied + sizes[layer] > self._budget.most:
                 break
-            self._planned[layer, oldest], self._planned[layer, expert] = False, True
-            uses[layer, oldest], uses[layer, expert] = _NEVER, self._now
-            copied, num_copies = copied + self._bytes[layer], num_copies + 1
+            uses[oldest], uses[expert] = _NEVER, self._now
+            copied, num_copies = copied + sizes[layer], num_copies + 1
         return copied
 
     def _compare(self, gain: float, chosen: float, copied: float) -> None:
@@ -126,23 +134,21 @@ class ExpertPlaces:
 
         Their slots are free from now on; `finish` ends the copies.
         """
-        wanted = self._planned if self.moves_experts else self._first
-        layers, experts = np.nonzero(wanted & (self.slots < 0))
-        recent = np.argsort(-self._last[layers, experts], kind="stable")[:MOST_MOVES]
-        recent = recent[np.cumsum(self._bytes[layers[recent]]) <= self._budget.most]
-        if not len(recent):
+        wanted = self._uses < _NEVER if self.moves_experts else self._first
+        missing = self._recent(wanted & (self.slots < 0))[:MOST_MOVES]
+        missing = missing[np.cumsum(self._bytes[missing // self._count]) <= self._budget.most]
+        if not len(missing):
             return []
-        leaving = self._leaving(wanted)
-        pairs = zip(layers[recent].tolist(), experts[recent].tolist(), strict=True)
+        leaving = defaultdict[int, list[int]](list)  # layer -> experts, the least recently used one last
+        for index in self._recent((self.slots >= 0) & ~wanted).tolist():
+            leaving[index // self._count].append(index % self._count)
+        pairs = (divmod(index, self._count) for index in missing.tolist())
         return [Move(layer, expert, self._take_slot(layer, leaving)) for layer, expert in pairs]
 
-    def _leaving(self, wanted: NDArray[np.bool_]) -> dict[int, list[int]]:
-        """Return layer -> experts that may leave their slots, the least recently used one last."""
-        layers, experts = np.nonzero((self.slots >= 0) & ~wanted)
-        leaving = defaultdict[int, list[int]](list)
-        for index in np.argsort(-self._last[layers, experts], kind="stable").tolist():
-            leaving[int(layers[index])].append(int(experts[index]))
-        return leaving
+    def _recent(self, some: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Return the flat indices of some experts, the most recently used one first."""
+        found = np.flatnonzero(some)
+        return found[np.argsort(-self._last.take(found), kind="stable")]
 
     def _take_slot(self, layer: int, leaving: Mapping[int, list[int]]) -> int:
         if self._free[layer]:

@@ -77,12 +77,16 @@ def plan_memory(
     free = free or FreeMemory.now(device)
     weights = config.weight_bytes(dtype, form)
     forced = None if options.gpu_weights_gib is None else int(options.gpu_weights_gib * GIB)
+    # Copies from pageable memory would block the engine's thread.
+    is_pinned = device.type == "cpu" or fallbacks.level("host_memory") == "pinned"
+    may_move = options.move_experts == "auto" and is_pinned
     if free.gpu_bytes is None:  # no GPU: all memory is host memory
         check_weights_fit(config, dtype, device, options, free, form)
         if forced is None or forced >= weights:
             return None
         placed = plan_weights(config, form, dtype, forced, rates())
-        return _with_moves(placed, config, form, dtype, rates(), free.host_bytes - weights)
+        room = free.host_bytes - weights
+        return _with_moves(placed, config, form, dtype, rates(), room) if may_move else placed
     memory = _Memory(config, form, dtype, device, options, rates, free)
     if forced is None:
         plan = memory.best_plan()
@@ -94,7 +98,7 @@ def plan_memory(
         check_weights_fit(config, dtype, device, options, free, form)
         return None
     room = memory.check_host(plan)
-    return _with_moves(plan, config, form, dtype, memory.rates, room)
+    return _with_moves(plan, config, form, dtype, memory.rates, room) if may_move else plan
 
 
 def _with_moves(

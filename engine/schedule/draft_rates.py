@@ -24,6 +24,8 @@ class DraftRates:
     def __init__(self, cost: TableCostModel | None) -> None:
         self._cost = cost
         self.times = RelativeTimes()
+        # The newest shape without drafts, its tokens, and its time.
+        self._plain: tuple[IterationShape | None, int, float] = None, 0, 0.0
 
     def best_rows(
         self,
@@ -44,16 +46,17 @@ class DraftRates:
         num_decodes = num_tokens_of(shape)
         count, best_rate = 0, WORTHWHILE * num_decodes
         gained, batches = float(num_decodes), list(shape.batches)
+        most = gained + sum(chance for chance, *_ in rows[:num_free])
         for number, (chance, index, row) in enumerate(rows[:num_free], 1):
             gained += chance
             able[index].add_row(batches, row)
             if rounded_size(number) != number < len(rows):
                 continue  # predictions take time
-            rate = gained / self.relative_time(shape, shape._replace(batches=tuple(batches)))
-            if rate > best_rate:
-                count, best_rate = number, rate
-            elif number >= TRIED_ROWS:
-                break  # chances fall
+            time = self.relative_time(shape, shape._replace(batches=tuple(batches)))
+            if gained / time > best_rate:
+                count, best_rate = number, gained / time
+            elif number >= TRIED_ROWS or most / time <= best_rate:
+                break  # chances fall, and more rows take longer
         return Counter(index for _, index, _ in rows[:count]), best_rate
 
     def relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:
@@ -62,9 +65,12 @@ class DraftRates:
 
     def guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:
         """Return the relative time by the tables, or by a rule if that is less: tables contain noise."""
-        by_rule = (READING_ROWS + num_tokens_of(with_drafts)) / (READING_ROWS + num_tokens_of(shape))
-        least = 1.0 + LEAST_ROW * (num_tokens_of(with_drafts) - num_tokens_of(shape))
-        return max(min(self.ms(with_drafts) / self.ms(shape), by_rule), least)
+        if self._plain[0] is not shape:  # usually it is compared with several others
+            self._plain = shape, num_tokens_of(shape), self.ms(shape)
+        _, few, plain_ms = self._plain
+        more = num_tokens_of(with_drafts) - few
+        by_rule = 1.0 + more / (READING_ROWS + few)
+        return max(min(self.ms(with_drafts) / plain_ms, by_rule), 1.0 + LEAST_ROW * more)
 
     def ms(self, shape: IterationShape) -> float:
         """Return the predicted time of an iteration, or a number proportional to it."""

@@ -70,6 +70,7 @@ class DraftModel:
 
     expected = 0.6
     kept: KeptStates | None = None
+    reads_images = False  # True: images in a prompt are no obstacle
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class DraftModel:
 
     def is_able(self, request: Request) -> bool:
         """Return True if the draft model knows all the request's tokens, and its KV has room for them."""
-        if self._execute is None or request.images is not None:
+        if self._execute is None or (request.images is not None and not self.reads_images):
             return False
         if self._num_known(request) > self._most_tokens:
             return False

@@ -6,6 +6,12 @@ from neo_desktop.engine.batch import FloatArray
 from neo_desktop.engine.request import Request
 
 MOST_TOKENS = 1024  # of a request; drafts hardly depend on older tokens, whose hidden states take memory
+SPARE = 0.25  # of these tokens: what a run grows by, and what it keeps beyond them while nothing reads it
+
+
+def most_bytes(most_requests: int, width: int) -> int:
+    """Return the most memory of hidden states [width] float32 that are kept."""
+    return int((1 + 2 * SPARE) * MOST_TOKENS) * most_requests * width * np.float32().nbytes
 
 
 class Run:
@@ -37,11 +43,11 @@ class Run:
         if position > self.first:
             self._rows, self.first = self.between(position, self.end).copy(), position
 
-    def put(self, position: int, states: FloatArray) -> None:
-        """Replace the hidden states from a position on."""
+    def put(self, position: int, states: FloatArray, spare: int) -> None:
+        """Replace the hidden states from a position on; get room for `spare` tokens more if it is short."""
         self.end = position + len(states)
         if self.end - self.first > len(self._rows):
-            longer = np.empty((2 * (self.end - self.first), states.shape[1]), np.float32)
+            longer = np.empty((self.end - self.first + spare, states.shape[1]), np.float32)
             longer[: position - self.first] = self.between(self.first, position)
             self._rows = longer
         self.between(position, self.end)[:] = states
@@ -76,13 +82,16 @@ class KeptStates:
             end: position after the chunk.
             num_tokens: of the chunk.
         """
-        if not request.params.speculation or request.is_pooled or request.images is not None:
+        if not request.params.speculation or request.is_pooled:
             return 0
         if request.request_id not in self._runs and len(self._runs) >= self._most_requests:
             self._runs = {name: run for name, run in self._runs.items() if not run.request.is_finished}
             if len(self._runs) >= self._most_requests:
                 return 0
-        return max(min(num_tokens, end - len(request.token_ids) + self._most_tokens), 0)
+        first = len(request.token_ids) - self._most_tokens
+        if request.images is not None:  # the drafter knows texts; hidden states hold what images tell
+            first = max(first, int(request.images.positions[-1]))
+        return max(min(num_tokens, end - first), 0)
 
     def stop(self) -> None:
         """Drop all hidden states, and keep no more."""
@@ -98,7 +107,8 @@ class KeptStates:
             self._runs = {each: kept for each, kept in self._runs.items() if not kept.request.is_finished}
             self._runs[name] = Run(request, position, states)
             return
-        if run.end - run.first >= 2 * self._most_tokens:  # nothing reads them
-            begin = position - self._most_tokens
+        spare = int(SPARE * self._most_tokens)
+        if position + len(states) - run.first > self._most_tokens + spare:  # nothing reads them
+            begin = max(position - self._most_tokens, run.first)
             run = self._runs[name] = Run(request, begin, run.between(begin, position).copy())
-        run.put(position, states)
+        run.put(position, states, spare)

@@ -26,6 +26,7 @@ class MtpHead(DraftModel):
     """
 
     expected = 0.7
+    reads_images = True  # the hidden states that it reads begin at the last image
 
     def __init__(
         self,

@@ -49,11 +49,13 @@ class NgramDrafter:
         end, length = _occurrence(tokens, text.num_predicted)
         if length < SHORTEST:
             return NO_DRAFT
-        following = np.resize(tokens[end + 1 :], most)  # a repetition up to the end continues
-        boundaries = np.flatnonzero(following == BOUNDARY)
-        if len(boundaries):
-            following = following[: boundaries[0]]
-        return Draft(following.tolist(), length - SHORTEST, end < text.num_predicted)
+        following = tokens[end + 1 : end + 1 + most]
+        if len(following) < most:  # a repetition up to the end continues
+            following = np.resize(following, most)
+        drafted = following.tolist()
+        if BOUNDARY in drafted:
+            del drafted[drafted.index(BOUNDARY) :]
+        return Draft(drafted, length - SHORTEST, end < text.num_predicted)
 
 
 def _begun(request: Request) -> _Text:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from predicting_models import save_predicting
 
 from neo_desktop import Engine
 from neo_desktop.app.bench.hardware import Figure, HardwareReport
@@ -16,11 +17,13 @@ from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.mtp import Beside, plan_beside
 from neo_desktop.engine.options import GIB, EngineOptions
+from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.engine.speculate.kept_states import most_bytes
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.shapes import shape
@@ -42,24 +45,64 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SMALL = {"gpu_memory_gib": 0.01, "cpu_memory_gib": 0.02}
 
 
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a layer of multi-token prediction."""
+    folder = tmp_path_factory.mktemp("saved") / "predicting"
+    save_predicting(folder, "glm4-moe")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("policy", "dtype", "drafts"),
-    [("auto", "float32", False), ("neo", "bfloat16", True), ("gpu-only", "auto", False)],
+    [
+        ("auto", "float32", "no"),
+        ("neo", "bfloat16", "model"),
+        ("gpu-only", "auto", "no"),
+        ("neo", "float32", "layer"),
+    ],
 )
-def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtype: str, drafts: bool) -> None:
+def test_the_engine_takes_what_was_predicted(
+    checkpoint: Path, predicting: Path, policy: str, dtype: str, drafts: str
+) -> None:
     options = EngineOptions(dtype=dtype, device="cpu", policy=policy, **SMALL)  # type: ignore[arg-type]
+    model = summarize(predicting if drafts == "layer" else checkpoint)
     draft = None
-    if drafts:
+    if drafts == "model":
         options, draft = replace(options, draft_model=checkpoint), summarize(checkpoint)
-    config = ModelConfig.from_pretrained(checkpoint)
-    found = Fitting(config, options, FreeMemory.now(CPU), "nothing is known", draft=draft).fit()
-    with Engine.from_options(replace(options, model=checkpoint)) as engine:
+    assert model.config is not None
+    assert (model.layer is not None) == (drafts == "layer")
+    given = FreeMemory.now(CPU), "nothing is known", model.form, draft, model.layer
+    found = Fitting(model.config, options, *given).fit()
+    with Engine.from_options(replace(options, model=model.path)) as engine:
         stats = engine.stats()
         pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
         assert stats.dtype == found.dtype
     assert found.gpu_tokens == pools[KVTier.DEVICE]
     assert found.cpu_tokens == pools.get(KVTier.HOST, 0)
     assert found.gpu_tokens > 0
+
+
+def test_a_layer_of_multi_token_prediction_takes_memory_and_never_many_weights(predicting: Path) -> None:
+    """A plan is made of the model alone and of the model beside the layer."""
+    layer, options, free = summarize(predicting).layer, EngineOptions(), FreeMemory(4 * GIB, 2 * GIB)
+    assert layer is not None
+
+    def beside(alone: int, more: int) -> Beside:
+        def plan(_: EngineOptions, left: FreeMemory) -> WeightPlan | None:
+            on_host = alone + more * (left != free)
+            return WeightPlan({}, 0, on_host) if on_host else None
+
+        return plan_beside(layer, torch.float32, torch.device("cuda"), options, free, plan)
+
+    found = beside(0, 0)
+    assert found.free.gpu_bytes is not None
+    assert 2 * GIB - found.free.gpu_bytes > found.nbytes > 0
+    assert 4 * GIB - found.free.host_bytes == most_bytes(16, layer.config.hidden_size)
+    assert beside(100, 15).plan is not None
+    for alone, more in ((0, 1), (100, 40)):
+        with pytest.raises(MemoryError, match="more of the model's weights would be in host memory"):
+            beside(alone, more)
 
 
 def of_gpu(

@@ -2,7 +2,10 @@
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import pytest
@@ -12,6 +15,9 @@ from neo_desktop.engine.cuda import pinned
 from neo_desktop.engine.cuda.pinned import check_weight_pages, kv_bytes, weight_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_bytes
+from neo_desktop.engine.loading import made
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedFormat
 
 OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
 
@@ -117,3 +123,22 @@ def test_kv_that_cannot_be_pinned_is_pageable(runtime: Runtime) -> None:
     assert len(kv_bytes(5000)) == 5000
     assert not runtime.ranges
     assert fallbacks.limits()["host_memory"] == "pageable"
+
+
+def test_experts_stay_if_their_memory_cannot_be_pinned(runtime: Runtime) -> None:
+    """Memory that was taken before the refusal is released."""
+    host_form = replace(DENSE, room=partial(weight_bytes, must_pin=True))
+    moving = OffloadedFormat(DENSE, host_form, {}, moves=MoveBudget(1, 1))
+    tried: list[OffloadedFormat] = []
+
+    def make(form: OffloadedFormat) -> list[torch.Tensor]:
+        assert not runtime.ranges
+        tried.append(form)
+        return [form.host_form.room(nbytes) for nbytes in (5000, 6000)]
+
+    decoder: Any = make
+    runtime.registers = 1
+    found: Any = made(moving, decoder)
+    assert len(found) == 2
+    assert tried[0] == moving
+    assert tried[1].moves is None

@@ -13,6 +13,7 @@ from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.selfcheck.rig import on_levels
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
@@ -130,15 +131,18 @@ def test_experts_move_if_host_memory_has_room_for_all_of_them() -> None:
     config = shape("qwen3-30b-a3b")
     form = uniform_form(config, "Q4_K").on_gpu(dispatch)
 
-    def found(gpu_gib: float, host_gib: float) -> WeightPlan | None:
-        free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
-        return plan_memory(config, form, torch.bfloat16, CUDA, EngineOptions(), lambda: RATES, free)
+    def found(gpu_gib: float, host_gib: float, **given: str) -> WeightPlan | None:
+        free, options = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB)), EngineOptions(**given)  # type: ignore[arg-type]
+        return plan_memory(config, form, torch.bfloat16, CUDA, options, lambda: RATES, free)
 
     moving, staying = found(12, 64), found(12, 16)
     assert moving is not None
     assert staying is not None
     assert moving.moves is not None
     assert staying.moves is None
+    assert found(12, 64, move_experts="off") == staying
+    with on_levels({"host_memory": "pageable"}):  # copies would block
+        assert found(12, 64) == staying
     assert moving.resident_rows == staying.resident_rows
     matrices = layer_matrices(config, form, torch.bfloat16)
     every = sum(sizes.host_bytes for name, sizes in matrices.items() if name.endswith("experts"))

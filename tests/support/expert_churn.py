@@ -16,7 +16,7 @@ def churning(seed: int) -> tuple[Callable[..., ExpertPlaces], list[Move]]:
     class Churning(ExpertPlaces):
         def moves(self) -> list[Move]:
             self.moves_experts = True
-            for row in self._planned:
+            for row in self._uses:
                 rng.shuffle(row)
             moved.extend(moves := super().moves())
             return moves
