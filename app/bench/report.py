@@ -28,7 +28,7 @@ _PAGE = """<!doctype html>
 <title>neo-desktop bench</title>
 <style>
 :root {{ color-scheme: light dark }}
-body {{ margin: 1rem }}
+body {{ margin: 1rem; color: CanvasText; background: Canvas }}
 pre {{ font: .85rem/1.5 ui-monospace, monospace; overflow-x: auto }}
 {stylesheet}
 </style>
