@@ -264,8 +264,11 @@ int check_num_threads(int num_threads) {
 
 bool has_avx_vnni() {
 #if defined(__x86_64__)
-  unsigned a, b, c, d;
-  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
+  static const bool has = [] {  // cached: in a virtual machine cpuid takes microseconds
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
+  }();
+  return has;
 #else
   return false;
 #endif
