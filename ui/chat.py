@@ -249,8 +249,8 @@ class ChatView:
                 service = host.service
                 context = f"{service.max_context_tokens:,} tokens of context"
                 state, text = "ready", f"{service.model_name} · {context}"
-            except NoModelError as reason:
-                state, text = "none", host.error or str(reason)
+            except NoModelError:
+                state, text = "none", host.error or "No model is loaded: choose one"
         told = [self.services.trouble, self.chats.notice, shelf.pull_error]
         if shelf.pulling is not None:
             told.append(f"Downloading {shelf.pulling.name} … {shelf.pulling.share:.0%}")

@@ -37,6 +37,7 @@ def models_view(services: PageServices) -> None:
         with telling():
             match asked["act"]:
                 case "load":
+                    gr.Info(f"{asked['name']} is being checked, then loaded.", duration=5)
                     await shelf.load(asked["name"])
                 case "unload":
                     await services.host.unload()
@@ -164,7 +165,8 @@ def _figures(fit: Fit) -> Iterator[tuple[str, str]]:
 def _note(models: list[Candidate]) -> str:
     fits = [one.fit for one in models if one.fit is not None]
     imitated = "There is no GPU here: its cache is imitated in main memory. "
-    speed = next((fit.speed for fit in fits if fit.speed), None)
+    speeds = [fit.speed for fit in fits if fit.speed is not None]
+    speed = next((one for one in speeds if not one.is_measured), next(iter(speeds), None))
     return (imitated if any(fit.is_imitated for fit in fits) else "") + (
         f"Speeds are {speed.assumption.split(';')[0]}." if speed else ""
     )

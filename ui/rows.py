@@ -83,7 +83,9 @@ def _options(way: Sequence[Message], siblings: dict[str | None, list[str]]) -> l
 
 def _question(message: Message) -> list[Row]:
     files = [
-        f"🖼 {one.name}\n\n" if one.kind == "image" else f"📎 {one.name} ({len(one.text):,} characters)\n\n"
+        f"Image: {one.name}\n\n"
+        if one.kind == "image"
+        else f"File: {one.name} ({len(one.text):,} characters)\n\n"
         for one in message.attachments
     ]
     return [{"role": "user", "content": safe("".join(files)) + safe(message.text)}]
@@ -97,8 +99,8 @@ def _answer(message: Message) -> list[Row]:
     if message.text or not rows or is_writing:
         rows.append({"role": "assistant", "content": safe(message.text) or ("…" if message.is_live else "")})
     if message.state in _ENDED:
-        metadata = {"title": _ENDED[message.state], "status": "done"}
-        rows.append({"role": "assistant", "content": safe(message.error or ""), "metadata": metadata})
+        reason = f": {safe(message.error)}" if message.error else ""
+        rows.append({"role": "assistant", "content": f"**{_ENDED[message.state]}**{reason}"})
     return rows
 
 
@@ -167,9 +169,11 @@ def _fenced(text: str, language: str = "") -> str:
 
 
 def _variants(name: str, ids: Sequence[str], shown: str) -> list[Row]:
-    """Return "‹ 2/3" and "2/3 ›" as options; each leads to the variant beside the shown one."""
+    """Return "‹ 2/3" and "2/3 ›" as options, which lead to the variants beside the shown one; of two, one."""
     at = ids.index(shown)
     place = f"{name}{at + 1}/{len(ids)}"
+    if len(ids) == 2:
+        return [{"label": f"‹ {place} ›", "value": f"show {ids[1 - at]}"}]  # noqa: RUF001
     before = {"label": f"‹ {place}", "value": f"show {ids[at - 1]}"}  # noqa: RUF001
     return [before, {"label": f"{place} ›", "value": f"show {ids[(at + 1) % len(ids)]}"}]  # noqa: RUF001
 

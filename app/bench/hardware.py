@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.charts import COLOURS, Line, lines
 from neo_desktop.app.bench.device_rates import (
     BOTH,
     CudaTimer,
@@ -26,7 +25,7 @@ from neo_desktop.app.bench.device_rates import (
 )
 from neo_desktop.app.bench.host_rates import Host, bytes_beyond_caches, native_dtypes
 from neo_desktop.app.bench.options import HardwareOptions
-from neo_desktop.app.bench.section import Plot, Section, Spread, Table
+from neo_desktop.app.bench.section import Section, Spread, Table
 from neo_desktop.app.bench.words import many, say
 from neo_desktop.app.words import binary_size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
@@ -47,10 +46,6 @@ _WAYS = {
     "GPU to host": (Direction.TO_HOST,),
     "both ways together": BOTH,
 }
-_PICTURES = (  # title, label of x, kinds of figures
-    ("How fast the CPU reads and copies its memory", "threads", ("host reads", "host copies")),
-    ("How fast data crosses the bus between GPU and host", "size of one copy", tuple(_WAYS)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +77,10 @@ class HardwareReport:
         return choose(found, key=lambda each: each.value.median, default=None)
 
     def section(self) -> Section:
-        plots = []
-        for title, x_label, kinds in _PICTURES:
-            shown = [each for each in self.figures if each.what == kinds[0]]
-            places = {each.of: place for place, each in enumerate(shown)}
-            curves = [
-                Line(kind, [(places[f.of], f.value.median) for f in self.figures if f.what == kind], colour)
-                for kind, colour in zip(kinds, COLOURS, strict=False)
-            ]
-            if shown:
-                names = [each.of.partition(" thread")[0] for each in shown]
-                plots.append(Plot(title, lines(curves, x_label, "GB/s", names)))
         columns = {"what": "what", "with": "of", "median (p10 - p90)": "value", "unit": "unit"}
         title, summary, *notes = say("hardware", report=self)
         tables = (Table.of("", self.figures, columns),)
-        return Section(title, summary, tables, tuple(plots), (*notes, *self.notes))
+        return Section(title, summary, tables, (*notes, *self.notes))
 
 
 @dataclass(slots=True)

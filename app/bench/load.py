@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from neo_desktop.app.bench.charts import COLOURS, Line, lines
 from neo_desktop.app.bench.options import BenchOptions
-from neo_desktop.app.bench.section import Plot, Section, Table
+from neo_desktop.app.bench.section import Section, Table
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.bench.workload import Record, Workload, run
 from neo_desktop.app.words import number
@@ -195,30 +194,7 @@ class LoadReport:
             head = f"{curve.name}, {curve.model}: p50 / p90 / p99"
             tables.append(Table.of(head, curve.rows(), _LATENCIES, missing="-"))
             tables.append(Table.of(f"{curve.name}: requests and tokens", curve.rows(), _COUNTS))
-        plots = [
-            Plot(f"{name} against the rate of requests", picture)
-            for name, figure, limit in (
-                ("Time to first token", "ttft", self.limits.ttft_ms),
-                ("Time per output token after the first", "tpot", self.limits.tpot_ms),
-            )
-            if (picture := self._drawn(figure, limit))
-        ]
-        return Section(title, summary, tuple(tables), tuple(plots), tuple(notes))
-
-    def _drawn(self, figure: str, limit_ms: float) -> str:
-        """Draw p50 and p90 per policy, and the limit if it is near; empty where no request finished."""
-        drawn = []
-        for curve, colour in zip(self.curves, COLOURS * len(self.curves), strict=False):
-            found = [(point.rate_per_s, getattr(point.metrics, figure)) for point in curve.points]
-            for percent in ("p50", "p90"):
-                points = [(rate, getattr(one, f"{percent}_ms")) for rate, one in found if one is not None]
-                if points:
-                    drawn.append(Line(f"{curve.name} {percent}", points, colour, dashed=percent == "p90"))
-        times = [ms for line in drawn for _, ms in line.points]
-        if not times:
-            return ""
-        shown = limit_ms if limit_ms < 2 * max(times) else None
-        return lines(drawn, "requests per second", "ms", limit=shown)
+        return Section(title, summary, tuple(tables), tuple(notes))
 
 
 def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float) -> list[WorkloadRequest]:

@@ -1,22 +1,40 @@
 """The result of one run of the self-test: plain data, its verdict, and a page that needs no other file."""
 
+import io
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from jinja2 import Environment, FileSystemLoader, select_autoescape
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from neo_desktop.app.bench.hardware import HardwareReport
 from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.load import LoadReport
+from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.bench.throughput import BASELINE, ThroughputReport
 from neo_desktop.app.bench.words import say
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
 S = TypeVar("S")
 
-_PAGE = Path(__file__).parent / "page"
+_PAGE_COLUMNS = 110
+# Rich fills in the report as it prints it.
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>neo-desktop bench</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ margin: 1rem; color: CanvasText; background: Canvas }}
+pre {{ font: .85rem/1.5 ui-monospace, monospace; overflow-x: auto }}
+{stylesheet}
+</style>
+<pre>{code}</pre>
+</html>
+"""
 _STEADY = 1.1  # the most by which the fastest and the slowest probe of a steady computer differ
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
@@ -84,20 +102,22 @@ class Report:
         return page
 
     def html(self) -> str:
-        """Return the page: the answer, then a section per suite, charts first and details folded."""
-        environment = Environment(
-            loader=FileSystemLoader(_PAGE),
-            autoescape=select_autoescape(),
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        return environment.get_template("page.html").render(
-            report=self,
-            headline=self.headline(),
-            machine=self.machine_lines(),
-            sections=[suite.section() for suite in self.suites],
-            style=(_PAGE / "style.css").read_text(encoding="utf-8"),
-        )
+        """Return the page, which holds what `print` prints."""
+        console = Console(record=True, file=io.StringIO(), width=_PAGE_COLUMNS)
+        self.print(console, is_page=True)
+        return console.export_html(code_format=_PAGE)
+
+    def print(self, console: Console, *, is_page: bool = False) -> None:
+        """Print machine, suites and verdict; a page begins with the verdict, and explains all figures."""
+        verdict: list[RenderableType] = [Text(f"\n{line}", style="bold") for line in self.headline()]
+        if self.model_note:
+            verdict.insert(len(verdict) if is_page else 0, Text(f"\n{self.model_note}", style="dim"))
+        details: list[RenderableType] = [Text(line, style="dim") for line in self.machine_lines()]
+        # Of a whole self-test, the terminal shows the figures alone.
+        has_notes = is_page or len(self.suites) == 1
+        details += [render_section(suite.section(), notes=has_notes) for suite in self.suites]
+        for one in (*verdict, "", *details) if is_page else (*details, *verdict):
+            console.print(one, highlight=False)
 
     def _steadiness(self) -> tuple[bool, str]:
         """Return whether the computer stayed the same, and a sentence; it is empty for less than two probes.

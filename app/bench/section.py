@@ -1,4 +1,4 @@
-"""The text and tables of a suite, for the terminal and the page."""
+"""The text and tables of a suite."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -59,26 +59,17 @@ def _cell(row: object, column: Column, missing: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
-    """A picture; the title also serves those who cannot see it."""
-
-    title: str
-    svg: str
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
-    """One suite's part of the page: what was found in a sentence or two, and the limits of the figures."""
+    """One suite's part of a report: a sentence or two, figures, and the limits of the figures."""
 
     title: str
     summary: str
     tables: tuple[Table, ...] = ()
-    plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def render_section(section: Section, *, notes: bool = True) -> RenderableType:
-    """Return a section for a terminal, without plots; headings are broken, so that many columns fit."""
+    """Return a section to print; headings are broken, so that many columns fit."""
     parts: list[RenderableType] = [Text(section.title, style="bold"), Text(section.summary)]
     for table in section.tables:
         shown = RichTable(

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from neo_desktop.app.bench.charts import bars
 from neo_desktop.app.bench.options import BenchOptions
-from neo_desktop.app.bench.section import Column, Plot, Section, Table
+from neo_desktop.app.bench.section import Column, Section, Table
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.bench.workload import (
     TOLERANCES,
@@ -29,7 +28,6 @@ from neo_desktop.app.bench.workload import (
     fitting,
     run,
 )
-from neo_desktop.app.words import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv_tier import ALL_TIERS
@@ -77,11 +75,6 @@ class PolicyResult:
         if self.errors:
             return f"{sum(self.errors.values())} FAILED"
         return f"same ({found.near_ties} near ties)" if found.near_ties else "same"
-
-    @property
-    def label(self) -> str:
-        pace = "" if self.tpot_p50_ms is None else f", {number(self.tpot_p50_ms)} ms"
-        return number(self.output_tokens_per_s) + pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +135,8 @@ class ThroughputReport:
             "answers": "answers",
         }
         title, summary, *notes = say("throughput", report=self, baseline=BASELINE)
-        shown = (
-            "Output tokens per second by policy, and ms per token of each chat. The line across is the "
-            "limit: no schedule can be faster."
-        )
-        rows = [(each.policy, each.output_tokens_per_s, each.label) for each in self.policies]
-        picture = bars(rows, [each.bound_output_tokens_per_s for each in self.policies])
         speed = Table.of("Speed", self.policies, speeds)
-        return Section(title, summary, (speed,), (Plot(shown, picture),), tuple(notes))
+        return Section(title, summary, (speed,), tuple(notes))
 
 
 def requests_of(options: BenchOptions, device: str) -> list[WorkloadRequest]:

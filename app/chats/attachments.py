@@ -5,7 +5,10 @@ import base64
 import codecs
 import json
 import re
+import subprocess
 import sys
+
+import anyio
 
 from neo_desktop.app.chats.messages import Kind, NotPossibleError
 from neo_desktop.app.errors import ApiError
@@ -93,25 +96,14 @@ def _plain_text(name: str, content: bytes) -> str:
 
 async def _pdf_text(name: str, content: bytes, readers: asyncio.Semaphore) -> str:
     """Read a PDF in a process of its own, with little memory and time: PDFs are programs, and not ours."""
-    async with readers:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "neo_desktop.app.chats.pdf_text",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(content), PDF_TIMEOUT_S)
-        except TimeoutError:
-            raise ApiError(415, f"{name} takes too long to read: attach its text") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    program = [sys.executable, "-m", "neo_desktop.app.chats.pdf_text"]
     try:
-        answer = json.loads(output)
+        async with readers, asyncio.timeout(PDF_TIMEOUT_S):
+            done = await anyio.run_process(program, input=content, stderr=subprocess.DEVNULL, check=False)
+    except TimeoutError:
+        raise ApiError(415, f"{name} takes too long to read: attach its text") from None
+    try:
+        answer = json.loads(done.stdout)
     except ValueError:  # it ran out of memory or time
         raise ApiError(415, f"{name} is too large or too intricate to read: attach its text") from None
     if "error" in answer:

@@ -1,6 +1,5 @@
 """Rounds of an answer: text, then calls of tools with their results, before the text that ends it."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -59,11 +58,3 @@ class Round:
 def place_of(round_number: int, call_number: int) -> str:
     """Return a word for the place of a call in its answer."""
     return f"{round_number}.{call_number}"
-
-
-def rounds_of(text: str | None) -> tuple[Round, ...]:
-    """Return the rounds that JSON text holds."""
-    return tuple(
-        Round(**{**one, "calls": tuple(ToolCall(**call) for call in one["calls"])})
-        for one in json.loads(text or "[]")
-    )

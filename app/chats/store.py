@@ -1,12 +1,13 @@
 """All chats in one SQLite file. Every method is one short transaction, not for the event loop's thread."""
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from neo_desktop.app.chats.database import open_database, transaction
 from neo_desktop.app.chats.messages import (
@@ -24,11 +25,15 @@ from neo_desktop.app.chats.messages import (
     make_title,
     newest_leaf,
 )
-from neo_desktop.app.chats.rounds import rounds_of
+from neo_desktop.app.chats.rounds import Round
 from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
 SNIPPET_CHARS = 80
+# Columns that hold JSON.
+_SETTINGS = TypeAdapter(Settings)
+_FIGURES = TypeAdapter(Figures | None)
+_ROUNDS = TypeAdapter(tuple[Round, ...])
 
 _ENTRY = """SELECT id, title, created_s, updated_s, EXISTS (SELECT 1 FROM messages WHERE chat_id = chats.id
     AND state IN ('waiting', 'streaming')) FROM chats WHERE deleted_s IS NULL"""
@@ -112,7 +117,7 @@ class ChatStore:
             if title is not None:
                 self._set("chats", chat_id, title=title)
             if settings is not None:
-                self._set("chats", chat_id, settings=json.dumps(asdict(settings)))
+                self._set("chats", chat_id, settings=_SETTINGS.dump_json(settings).decode())
             if leaf_id is not None:
                 messages = {message.id: message for message in chat.messages}
                 if leaf_id not in messages:
@@ -236,8 +241,7 @@ class ChatStore:
         settings, leaf_id = self._sql(
             "SELECT settings, leaf_id FROM chats WHERE id = ?", (chat_id,)
         ).fetchone()
-        fields = json.loads(settings)
-        return Settings(**fields | {"servers": tuple(fields.get("servers", ()))}), leaf_id
+        return _SETTINGS.validate_json(settings), leaf_id
 
     def _messages(self, condition: str, value: str) -> list[Message]:
         chosen = f"FROM messages WHERE {condition}"
@@ -273,7 +277,7 @@ class ChatStore:
             "chats",
             id=entry.id,
             title=entry.title,
-            settings=json.dumps(asdict(chat.settings)),
+            settings=_SETTINGS.dump_json(chat.settings).decode(),
             leaf_id=chat.leaf_id,
             created_s=entry.created_s,
             updated_s=entry.updated_s,
@@ -294,11 +298,12 @@ class ChatStore:
         self._set("messages", message.id, **{name: record[name] for name in _GROWING})
 
     def _record(self, message: Message) -> dict[str, object]:
-        figures = None if message.figures is None else json.dumps(asdict(message.figures))
         record: dict[str, object] = {name: getattr(message, name) for name in _COLUMNS}
-        rounds = json.dumps([asdict(one) for one in message.rounds]) if message.rounds else None
-        owner = self._owner if message.is_live else None
-        return record | {"figures": figures, "rounds": rounds, "server": owner}
+        return record | {
+            "figures": _FIGURES.dump_json(message.figures).decode(),
+            "rounds": _ROUNDS.dump_json(message.rounds).decode(),
+            "server": self._owner if message.is_live else None,
+        }
 
     def _attachment(self, attachment_id: str) -> Attachment:
         row = self._sql(
@@ -349,8 +354,8 @@ def new_id() -> str:
 def _message(row: Sequence[Any], files: Iterable[Attachment]) -> Message:
     *fields, rounds, figures = row
     named: dict[str, Any] = dict(zip(_COLUMNS, fields, strict=False))
-    named["rounds"] = rounds_of(rounds)
-    named["figures"] = None if figures is None else Figures(**json.loads(figures))
+    named["rounds"] = _ROUNDS.validate_json(rounds or "[]")
+    named["figures"] = _FIGURES.validate_json(figures or "null")
     return Message(**named, attachments=tuple(files))
 
 

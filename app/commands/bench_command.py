@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
@@ -16,9 +16,6 @@ from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.terminal import loading_bar, stdout
 from neo_desktop.engine.options import OPTIONS
-
-if TYPE_CHECKING:
-    from neo_desktop.app.bench.report import Report
 
 EXAMPLES = """Examples:
 
@@ -93,7 +90,7 @@ def bench(
             nullcontext(json_progress(sys.stderr)) if progress_json else loading_bar("Measuring") as progress
         ):
             report = run_suites(names, progress, options, note)
-        _show(report)
+        report.print(stdout)
         if report.suites:
             page = report.write_files(folder)
             stdout.print(f"\nPage: [bold]{page}[/]", highlight=False, soft_wrap=True)
@@ -122,17 +119,3 @@ def json_progress(lines: TextIO) -> Callable[[float, str], None]:
             last = step
 
     return write
-
-
-def _show(report: "Report") -> None:
-    from neo_desktop.app.bench.section import render_section
-
-    for line in report.machine_lines():
-        stdout.print(line, style="dim", highlight=False, markup=False)
-    for section in (suite.section() for suite in report.suites):
-        # Of a whole self-test, the terminal shows the figures; what is to be said of them is on the page.
-        stdout.print(render_section(section, notes=len(report.suites) == 1), highlight=False)
-    if report.model_note:
-        stdout.print(f"\n{report.model_note}", style="dim", highlight=False, markup=False)
-    for line in report.headline():
-        stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)

@@ -229,13 +229,12 @@ def _loader(
     models_dirs: list[Path] | None, path: Path | None = None, tensor_parallel: int = 1
 ) -> "ModelLoader":
     """Return what knows the models in these folders; with a path, one more, which comes first."""
-    from neo_desktop.app.page.selftest import reports_folder
     from neo_desktop.app.shelf.catalogue import Catalogue
     from neo_desktop.app.shelf.model_loader import ModelLoader
     from neo_desktop.engine.options import BUILTIN, EngineOptions
 
     catalogue = Catalogue(models_dirs, model=BUILTIN if path is None else str(path))
-    return ModelLoader(catalogue, EngineOptions(tensor_parallel=tensor_parallel), reports=reports_folder())
+    return ModelLoader(catalogue, EngineOptions(tensor_parallel=tensor_parallel))
 
 
 def _chats(count: int, fit: "Fit") -> str:

@@ -15,7 +15,6 @@ from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.page.selftest import reports_folder
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
@@ -42,7 +41,6 @@ def run_server(options: ServerOptions, *, with_page: bool = False, open_browser:
             Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
             options.engine,
             partial(EngineService, limits=limits),
-            reports=reports_folder(),
             process=options.engine_process,
             backend=options.backend,
         )

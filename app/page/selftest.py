@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ class Run:
     is_stopping: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    name: str
-    started: str
-    suites: tuple[str, ...] = ()
-    is_interrupted: bool = False
-
-
 def reports_folder(data: Path | None = None) -> Path:
     """Return where reports are kept, in this folder or else in the user's data folder."""
     return (data or data_folder()) / "selftest"
@@ -75,8 +66,9 @@ class SelfTest:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def reports(self) -> list[Finished]:
-        return [_finished(folder) for folder in _reports(self._folder)]
+    def reports(self) -> list[str]:
+        """Return the names of the finished reports, the newest first."""
+        return [folder.name for folder in _reports(self._folder)]
 
     def page(self, name: str) -> Path | None:
         pages = (folder / "report.html" for folder in _reports(self._folder) if folder.name == name)
@@ -199,12 +191,3 @@ def _make_room(folder: Path) -> None:
 def _reports(folder: Path) -> list[Path]:
     """Return the folders of finished reports, newest first."""
     return sorted((page.parent for page in folder.glob("*/report.html")), reverse=True)
-
-
-@lru_cache(4 * MAX_REPORTS)  # a finished report does not change; the page asks often
-def _finished(folder: Path) -> Finished:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        suites = tuple(str(suite["suite"]) for suite in report["suites"])
-        return Finished(folder.name, str(report["started"]), suites, report["interrupted"] is not None)
-    return Finished(folder.name, folder.name)

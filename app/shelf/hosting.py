@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
 
-NO_MODEL = "no model is loaded: load one on the page, or start the server with --model"
+NO_MODEL = "no model is loaded: load one in the Models view, or start the server with --model"
 STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
 SMALLEST_STEP = 0.01  # of progress that is worth telling
 

@@ -87,7 +87,6 @@ class ModelLoader:
 
     Args:
         options: for every engine; the model that they name does not matter.
-        reports: folder of the self-test's reports, whose figures predictions are made from.
         process: whether engines have processes of their own; None: on a GPU, divided ones, and llama.cpp.
         backend: "neo", "llamacpp", or "auto": llama.cpp where the engine has not what a model needs.
     """
@@ -97,14 +96,12 @@ class ModelLoader:
         catalogue: Catalogue,
         options: EngineOptions,
         make_service: Callable[[EngineLink], EngineService] = EngineService,
-        reports: Path | None = None,
         process: bool | None = None,
         backend: str = "auto",
     ) -> None:
         self.catalogue = catalogue
         self.options = options
         self._make_service = make_service
-        self._reports = reports
         self._wants_process = process
         self._backend = backend
         self.note: str | None = None  # for the owner of the computer, about the loaded model
@@ -231,7 +228,7 @@ class ModelLoader:
         return Fitting(config, self.options, free, figures, stored, self._draft, layer).fit()
 
     def figures(self) -> MachineFigures | str:
-        return find_figures(choose_device(self.options.device), self._reports)
+        return find_figures(choose_device(self.options.device))
 
     def _chosen_device(self) -> torch.device:
         return self._device or choose_device(self.options.device)

@@ -1,17 +1,13 @@
 """The predicted speed of a model on this computer, from its figures by the cost model.
 
-The figures are, in this order: those that the self-test measured on this computer; of a GPU, its datasheet's;
-of a CPU alone, what a fraction of a second shows.
+The figures of a GPU are those of its datasheet; those of a CPU alone are measured in a fraction of a second.
 """
 
-import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,7 @@ from neo_desktop.app.bench.host_rates import Host
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
-from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
+from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.divided import DividedWeights
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
@@ -31,11 +27,7 @@ MEASURED = "the tables that were measured on this computer with this model"
 _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
 # Of what square matrices and plain reads reach, by matmuls and by reading weights.
-_CPU_SHARES = {"matmul_share": 0.8, "streaming_share": 0.8, "attention_share": 0.9}
-# Real work loses only little of a GPU's measured figures.
-_GPU_SHARES = {"matmul_share": 0.9, "streaming_share": 0.95, "attention_share": 0.65, "bus_share": 1.0}
-_CPU_RATES = {"host reads", "CPU matrix products, float32"}  # of the suite hardware
-_GPU_RATES = {"GPU reads", "GPU matrix products, float16", "host to GPU", "GPU to host"}
+_CPU_SHARES: dict[str, Any] = {"matmul_share": 0.8, "streaming_share": 0.8, "attention_share": 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +50,15 @@ class Speed:
     is_measured: bool  # from tables that were measured here with this model
 
 
-def find_figures(device: torch.device, reports: Path | None = None) -> MachineFigures | str:
-    """Return what is known of this computer, also from the self-test's reports, or why nothing is."""
-    gpu_name, rates, source = _measured(reports) if reports is not None else ("", {}, "")
-    read, flops = GB * rates.get("host reads", 0.0), 1e9 * rates.get("CPU matrix products, float32", 0.0)
+def find_figures(device: torch.device) -> MachineFigures | str:
+    """Return what is known of this computer, or why nothing is."""
     if device.type != "cuda":
-        return _cpu_figures(read, flops, source) if rates else _quick_figures()
+        return _quick_figures()
     name = torch.cuda.get_device_name(device)
-    if gpu_name == name:
-        bus = GB * min(rates["host to GPU"], rates["GPU to host"])
-        products = 1e9 * rates["GPU matrix products, float16"]
-        gpu = _gpu(name, GB * rates["GPU reads"], products, bus, **_GPU_SHARES)
-        return MachineFigures(gpu, _host(read, flops), True, source)
     try:
         gpu = _preset(name)
     except ValueError:
-        return f"no datasheet of the {name} is at hand: run the self-test's suite hardware, which measures it"
+        return f"no datasheet of the {name} is at hand: 'neo-desktop doctor --measure' measures the model"
     host = get_host(gpu.host)
     return MachineFigures(gpu, host, True, f"the datasheet of the {gpu.name} in a computer like {host.name}")
 
@@ -150,23 +135,6 @@ def _steps(most: int) -> list[int]:
     return sorted(steps)
 
 
-def _measured(reports: Path) -> tuple[str, Mapping[str, float], str]:
-    """Return the GPU's name, the best rates and their source, of the newest report of this computer."""
-    for file in sorted(reports.glob("*/report.json"), reverse=True):
-        # A report may be of a run that was stopped, or of another version.
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            report = json.loads(file.read_text(encoding="utf-8"))
-            (suite,) = [suite for suite in report["suites"] if suite["suite"] == "hardware"]
-            rates: dict[str, float] = {}
-            for each in suite["figures"]:
-                rates[each["what"]] = max(rates.get(each["what"], 0.0), float(each["value"]["median"]))
-            needed = _CPU_RATES | (_GPU_RATES if suite["gpu_name"] else set())
-            if report["machine"]["cpu"] == cpu_name() and needed <= rates.keys():
-                day = str(report["started"])[:10]
-                return suite["gpu_name"], rates, f"what the self-test measured on this computer on {day}"
-    return "", {}, ""
-
-
 def _preset(name: str) -> GpuPreset:
     """The datasheet's figures by the driver's name: "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA L4"."""
     words = [word for word in name.split() if word.lower() not in ("nvidia", "geforce", "tesla", "gpu")]
@@ -187,32 +155,24 @@ def _quick_figures() -> MachineFigures | str:
     threads = native.default_num_threads()
     read = max(host.read_gb_per_s(threads) for _ in range(3))
     flops = max(host.matrix_gflop_per_s(_MATRIX_SIZE, "float32") for _ in range(4))
-    return _cpu_figures(read * GB, flops * 1e9, "a quick look at this computer's memory and processor")
+    return cpu_figures(read * GB, flops * 1e9)
 
 
-def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
-    gpu = _gpu("cpu", read, flops, read, **_CPU_SHARES)
-    return MachineFigures(gpu, _host(read, flops), False, source)
-
-
-def _gpu(name: str, read: float, flops: float, bus: float, **shares: Any) -> GpuPreset:
-    """Return a device of measured rates, of which work reaches these shares."""
-    return GpuPreset(
-        name=name,
-        host="this computer",
+def cpu_figures(read: float, flops: float) -> MachineFigures:
+    """Return a CPU that reads and multiplies at these rates, in bytes and operations per second."""
+    name, cores = "this computer", native.num_usable_cpus()
+    gpu = GpuPreset(
+        name="cpu",
+        host=name,
         memory_bytes=0,
         memory_bytes_per_s=read,
         tensor_flops=flops,
-        bus_bytes_per_s=bus,
+        bus_bytes_per_s=read,
         multiprocessors=1,
-        **shares,
+        **_CPU_SHARES,
     )
-
-
-def _host(read: float, flops: float) -> HostPreset:
-    cores = native.num_usable_cpus()
-    return HostPreset(
-        "this computer",
+    host = HostPreset(
+        name,
         memory_bytes=0,
         memory_bytes_per_s=read,
         cores=cores,
@@ -221,3 +181,4 @@ def _host(read: float, flops: float) -> HostPreset:
         read_share=1.0,
         idle_cores=0,
     )
+    return MachineFigures(gpu, host, False, "a quick look at this computer's memory and processor")

@@ -52,9 +52,9 @@ def install(app: FastAPI) -> None:
     async def one(name: str, *args: Any, **named: Any) -> Any:  # noqa: PLR0911, PLR0912
         match name:
             case "new_chat":
-                return (await chats.create(Settings(**named))).entry.id
+                return (await chats.create(_settings(named))).entry.id
             case "set":
-                return await chats.change(args[0], settings=Settings(**named))
+                return await chats.change(args[0], settings=_settings(named))
             case "rename":
                 return await chats.change(args[0], title=args[1])
             case "show":
@@ -85,6 +85,10 @@ def install(app: FastAPI) -> None:
             return JSONResponse({"result": await one(name, *args, **named)})
         except REFUSALS as error:
             return JSONResponse({"kind": type(error).__name__, "message": str(error)})
+
+
+def _settings(named: Json) -> Settings:
+    return Settings(**named | {"servers": tuple(named.get("servers", ()))})
 
 
 class ChatClient:

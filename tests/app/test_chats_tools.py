@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from neo_desktop.app.chats import answers
 from neo_desktop.app.chats.messages import to_send
-from neo_desktop.app.chats.rounds import rounds_of
+from neo_desktop.app.chats.rounds import Round
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.tool_calls import REFUSED
 
@@ -195,7 +196,7 @@ def test_an_interrupted_call_may_have_run_and_is_never_repeated_without_asking(
     chats.call("decide", "always", answer["id"], "0.0")
     chats.until(answer, lambda node: calls_of(node)[0]["state"] == "running")
     answer = chats.call("stop", answer["id"])
-    (one,) = rounds_of(json.dumps(answer["rounds"]))
+    one = TypeAdapter(Round).validate_python(answer["rounds"][0])
     assert "may have run" in one.messages()[-1]["content"]
     eventually(lambda: not chats.entries()[0]["is_streaming"])
     chats.call("resume", answer["id"])

@@ -195,7 +195,7 @@ async def test_the_self_test_leaves_the_memory_to_what_is_measured(
         selftest.start(["hardware"], services.host)
         await until(services, lambda _: selftest.running is None, SELFTEST)
         assert selftest.error is None
-        report = selftest.page(selftest.reports()[0].name)
+        report = selftest.page(selftest.reports()[0])
         assert report is not None
         assert "It went well" in report.read_text()
         assert services.host.is_resting

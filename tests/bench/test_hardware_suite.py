@@ -109,8 +109,6 @@ def test_a_gpu_is_measured_and_named() -> None:
     section = report.section()
     assert "Fake RTX" in section.summary
     assert "No GPU" not in text_of(section)
-    assert [plot.svg.count("<polyline") for plot in section.plots] == [2, 3]
-    assert ">16 MiB</text>" in section.plots[1].svg
 
 
 def test_ctrl_c_keeps_what_was_measured_and_ends_the_threads() -> None:

@@ -62,8 +62,7 @@ def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> No
     page = report.write_files(tmp_path)
     written = page.read_text()
     assert not re.search(r'(src|href)="(?!data:|#)|url\((?!#)|@import|<script', written)
-    for section in written.split("<section>")[1:]:
-        assert 0 < section.index("<svg") < section.index("<table>"), "the chart comes first"
+    assert written.index("The GPU was imitated") < written.index("Throughput: all requests at once")
     assert "gpu-only" in written
     assert "The GPU was imitated" in written
     assert json.loads((page.parent / "report.json").read_text()) == json.loads(json.dumps(asdict(report)))

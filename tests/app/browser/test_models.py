@@ -1,6 +1,7 @@
 """The Models and Self-test views in a real browser: a real loader, a local hub, a stand-in for the bench."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +32,6 @@ while not (folder.parent / "go").exists():
     time.sleep(0.05)
 folder.mkdir(parents=True)
 (folder / "report.html").write_text("<h1>It went well</h1><script>parent.hacked = 1</script>")
-report = {"started": "2026-11-22T20:15:00", "suites": [{"suite": "hardware"}], "interrupted": None}
-(folder / "report.json").write_text(json.dumps(report))
 """
 
 
@@ -106,6 +105,6 @@ def test_the_self_test_shows_its_progress_and_its_report(url: str, chat: ChatPag
     chat.page.get_by_role("button", name="Start").click()
     expect(chat.page.locator("#selftest")).to_contain_text("reading memory")
     (folder / "data" / "selftest" / "go").touch()
-    chat.page.get_by_role("button", name="2026-11-22").click()
+    chat.page.get_by_role("button", name=re.compile("^20")).click()
     expect(chat.page.frame_locator("#report iframe").get_by_role("heading")).to_have_text("It went well")
     assert chat.page.evaluate("window.hacked") is None
