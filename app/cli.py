@@ -163,7 +163,7 @@ def doctor(
         bool,
         typer.Option(
             "--refresh",
-            help="Check or measure again, even if results are there, and start in full after a crash.",
+            help="Check or measure again, even if results are there.",
         ),
     ] = False,
     json_file: opt.JsonFile = None,

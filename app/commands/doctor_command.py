@@ -115,7 +115,7 @@ def run_doctor(
     """Check this computer, or find what was found before.
 
     Args:
-        refresh: check in any case, and start in full again, also after crashes.
+        refresh: check in any case.
         progress: gets the titles of checks.
 
     Raises ValueError, ModelError: the model cannot be loaded.
