@@ -13,6 +13,7 @@ struct Registers256 {
   using Floats = __m256;
   using Bytes = __m256i;
   static constexpr int kLanes = 8;
+  static constexpr int kRegisters = 16;
   static constexpr int kRowsAtOnce = 4;
 
   static void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

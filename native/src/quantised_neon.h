@@ -12,7 +12,10 @@ struct NeonRegisters {
   using Ints = int32x4_t;
   using Floats = float32x4_t;
   using Bytes = uint8x16_t;
+  using Signed = int8x16_t;
+  using Sum = int32x4_t;
   static constexpr int kLanes = 4;
+  static constexpr int kRegisters = 32;
   static constexpr int kRowsAtOnce = 4;
   static constexpr int kSignedShift = 0;
 
@@ -30,6 +33,7 @@ struct NeonRegisters {
     std::memcpy(&four, p, sizeof four);
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)))));
   }
+  static int32x4_t widened(int32x4_t sum) { return sum; }
   static int8x16_t prepare(uint8x16_t bytes) { return vreinterpretq_s8_u8(bytes); }
   template <int mask>
   static uint8x16_t masked(uint8x16_t bytes) {

@@ -5,11 +5,11 @@ namespace neo_desktop {
 namespace {
 
 struct NeonDot : NeonRegisters {
-  static int32x4_t dot_signed(int32x4_t sum, int8x16_t weights, const int8_t* columns) {
+  static int32x4_t dot(int32x4_t sum, int8x16_t weights, const int8_t* columns) {
     return vdotq_s32(sum, weights, four_columns(columns));
   }
   static int32x4_t dot(int32x4_t sum, uint8x16_t weights, const int8_t* columns) {
-    return dot_signed(sum, vreinterpretq_s8_u8(weights), columns);
+    return dot(sum, vreinterpretq_s8_u8(weights), columns);
   }
 };
 

@@ -9,11 +9,14 @@ struct Scalar {
   using Ints = int32_t;
   using Floats = float;
   static constexpr int kLanes = 1;
+  static constexpr int kRegisters = 16;
   static constexpr int kRowsAtOnce = 4;
 
   struct Bytes {
     int32_t of[4];
   };
+  using Signed = Bytes;
+  using Sum = int32_t;
 
   static constexpr int kSignedShift = 0;
   static void prefetch(const uint8_t*) {}
@@ -54,9 +57,7 @@ struct Scalar {
     for (int i = 0; i < 4; ++i) sum += weights.of[i] * columns[i];
     return sum;
   }
-  static int32_t dot_signed(int32_t sum, const Bytes& prepared, const int8_t* columns) {
-    return dot(sum, prepared, columns);
-  }
+  static int32_t widened(int32_t sum) { return sum; }
   static float load_half(const uint8_t* p) {
     Half half;
     std::memcpy(&half, p, sizeof half);

@@ -2,9 +2,11 @@
 //
 // V has registers of kLanes rows (a divisor of 16):
 //   Ints, Floats, Bytes  registers; a lane of Bytes has 4 numbers of one row
-//   dot                  adds 4 weights times 4 activations to each lane; dot_signed takes the output of
-//   prepare looked_up            replaces numbers below 16 by those in kFp4Numbers shifted<n> shifts each
-//   byte left by n bits (right if n is negative); other bits may enter
+//   dot         adds 4 weights times 4 activations to each lane of a Sum
+//   widened     adds what a Sum holds in 16 bits to its lanes of 32
+//   prepare     prepares signed weights for dot
+//   looked_up   replaces numbers below 16 by those in kFp4Numbers
+//   shifted<n>  shifts each byte left by n bits (right if n is negative); other bits may enter
 #pragma once
 
 #include <cmath>
@@ -61,6 +63,69 @@ constexpr int log2_of(int x) {
   return log;
 }
 
+// Groups of numbers with fewer than 8 bits after which V's sums are widened: 16 bits hold pairs of products
+// of at most 2 * 127 times 15 with 4 bits, 28 with MXFP4, 31 with 5 bits, and 63 with 6 bits, which have two
+// sums.
+constexpr int groups_in_pairs(const WeightLayout& of) { return of.bits == 4 && !of.is_fp4 ? 4 : 2; }
+
+// Adds the products of a block's first 16 columns to of_first[count, kParts], of the others to of_second.
+template <class V, WeightType type, int count, bool has_first, bool has_second, class Sums>
+inline void add_products(const uint8_t* weights, const int8_t* numbers, Sums& of_first, Sums& of_second) {
+  constexpr WeightLayout of = layout_of(type);
+  constexpr int kParts = kTileRows / V::kLanes;
+  constexpr int kPartBytes = V::kLanes * 4;
+  for_each_group<4>([&](auto at) {
+    constexpr int kGroup = decltype(at)::value;
+    typename V::Bytes first[kParts], second[kParts];
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      const uint8_t* of_part = weights + part * kPartBytes;
+      const auto bytes = V::load(of_part + kGroup * kTileRows * 4);
+      typename V::Bytes high[2];
+      for (int group = 0; group < high_groups(of); ++group) {
+        high[group] = V::load(of_part + (4 + group) * kTileRows * 4);
+      }
+      if constexpr (has_first) first[part] = numbers_of<V, type, kGroup, 0>(bytes, high);
+      if constexpr (has_second) second[part] = numbers_of<V, type, kGroup, 1>(bytes, high);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < count; ++row) {
+      const int8_t* columns = numbers + row * kBlockColumns + 4 * kGroup;
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        auto &sum = of_first[row][part], &other = of_second[row][part];
+        if constexpr (has_first) sum = V::dot(sum, first[part], columns);
+        if constexpr (has_second) other = V::dot(other, second[part], columns + 16);
+        if constexpr ((kGroup + 1) % groups_in_pairs(of) == 0) {
+          if constexpr (has_first) sum = V::widened(sum);
+          if constexpr (has_second && (!has_first || of.scales == 2)) other = V::widened(other);
+        }
+      }
+    }
+  });
+}
+
+// The same for signed numbers of 8 bits.
+template <class V, int count, class Sums>
+inline void add_signed_products(const uint8_t* weights, const int8_t* numbers, Sums& sums) {
+  constexpr int kParts = kTileRows / V::kLanes;
+#pragma GCC unroll 8
+  for (int group = 0; group < 8; ++group) {
+    typename V::Signed prepared[kParts];
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
+      prepared[part] = V::prepare(V::load(weights + (group * kTileRows + part * V::kLanes) * 4));
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < count; ++row) {
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) {
+        sums[row][part] = V::dot(sums[row][part], prepared[part], numbers + row * kBlockColumns + 4 * group);
+      }
+    }
+  }
+}
+
 // Each row's sums are accumulated block by block, so products do not depend on the number of rows, threads or
 // lanes.
 template <class V, WeightType type, int count>
@@ -68,6 +133,7 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
   constexpr WeightLayout of = layout_of(type);
   constexpr int kParts = kTileRows / V::kLanes;
   constexpr int kSums = of.scales == 2 ? 2 : 1;  // sums of products per block
+  constexpr int kOff = log2_of(of.offset + (of.bits == 8 ? V::kSignedShift : 0));
   typename V::Floats sums[count][kParts];
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
@@ -83,58 +149,40 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
     }
     const uint8_t* weights = scales + block_scale_bytes(of);
     for (int line = 0; line < block_bytes(of); line += 64) V::prefetch(scales + 4096 + line);
-    for (int part = 0; part < kParts; ++part) {
-      typename V::Ints dots[kSums][count];
-      constexpr int kOff = log2_of(of.offset + (of.bits == 8 ? V::kSignedShift : 0));
+    typename V::Sum dots[kSums][count][kParts];
+    for (int half = 0; half < kSums; ++half) {
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
-        const int32_t* minus_sum = x.minus_sums + block * count + row;
-        if constexpr (kOff < 0) {
-          for (auto& part_of : dots) part_of[row] = V::broadcast(0);
-        } else if constexpr (kSums == 1) {
-          dots[0][row] = V::template broadcast_shifted<kOff>(minus_sum);
-        } else {
-          dots[0][row] = V::template broadcast_shifted<kOff>(minus_sum + all);
-          dots[1][row] = V::template broadcast_shifted<kOff>(minus_sum + 2 * all);
-        }
-      }
-      const uint8_t* of_part = weights + part * V::kLanes * 4;
-      if constexpr (of.bits == 8) {
-        for (int group = 0; group < 8; ++group) {
-          const auto prepared = V::prepare(V::load(of_part + group * kTileRows * 4));
-#pragma GCC unroll 8
-          for (int row = 0; row < count; ++row) {
-            dots[0][row] = V::dot_signed(dots[0][row], prepared, numbers + row * kBlockColumns + 4 * group);
+        const int32_t* minus_sum = x.minus_sums + (kSums == 1 ? 0 : 1 + half) * all + block * count + row;
+        for (int part = 0; part < kParts; ++part) {
+          if constexpr (kOff < 0) {
+            dots[half][row][part] = V::broadcast(0);
+          } else {
+            dots[half][row][part] = V::template broadcast_shifted<kOff>(minus_sum);
           }
         }
-      } else {
-        typename V::Bytes high[2];
-        for (int group = 0; group < high_groups(of); ++group) {
-          high[group] = V::load(of_part + (4 + group) * kTileRows * 4);
-        }
-        for_each_group<4>([&](auto at) {
-          constexpr int kGroup = decltype(at)::value;
-          const auto bytes = V::load(of_part + kGroup * kTileRows * 4);
-          const auto first = numbers_of<V, type, kGroup, 0>(bytes, high);
-          const auto second = numbers_of<V, type, kGroup, 1>(bytes, high);
-#pragma GCC unroll 8
-          for (int row = 0; row < count; ++row) {
-            const int8_t* columns = numbers + row * kBlockColumns + 4 * kGroup;
-            dots[0][row] = V::dot(dots[0][row], first, columns);
-            dots[kSums - 1][row] = V::dot(dots[kSums - 1][row], second, columns + 16);
-          }
-        });
       }
+    }
+    if constexpr (of.bits == 8) {
+      add_signed_products<V, count>(weights, numbers, dots[0]);
+    } else if constexpr (kSums == 1 || kSums * count * kParts <= V::kRegisters - 8) {
+      add_products<V, type, count, true, true>(weights, numbers, dots[0], dots[kSums - 1]);
+    } else {
+      add_products<V, type, count, true, false>(weights, numbers, dots[0], dots[1]);
+      add_products<V, type, count, false, true>(weights, numbers, dots[0], dots[1]);
+    }
+#pragma GCC unroll 4
+    for (int part = 0; part < kParts; ++part) {
       auto scale = load_scales<V, type>(unit + 2 * part * V::kLanes);
       const uint8_t* small = scales + part * V::kLanes;
       if constexpr (of.scales == 1) scale = V::multiply(scale, V::to_floats(V::load_small(small)));
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
         const int64_t at = block * count + row;
-        auto total = dots[0][row];
+        typename V::Ints total = dots[0][row][part];
         if constexpr (of.scales == 2) {
           total = V::add(V::multiply(total, V::load_small(small)),
-                         V::multiply(dots[1][row], V::load_small(small + kTileRows)));
+                         V::multiply(dots[1][row][part], V::load_small(small + kTileRows)));
         }
         const auto by = V::multiply(scale, V::broadcast(x.scales[at]));
         sums[row][part] = V::multiply_add(V::to_floats(total), by, sums[row][part]);

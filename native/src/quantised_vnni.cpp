@@ -10,7 +10,10 @@ struct Vnni {
   using Ints = __m512i;
   using Floats = __m512;
   using Bytes = __m512i;
+  using Signed = __m512i;
+  using Sum = __m512i;
   static constexpr int kLanes = 16;
+  static constexpr int kRegisters = 32;
   static constexpr int kRowsAtOnce = 8;
   static constexpr int kSignedShift = 128;  // added to signed weights to make them unsigned
 
@@ -47,9 +50,7 @@ struct Vnni {
     std::memcpy(&four, columns, sizeof four);
     return _mm512_dpbusd_epi32(sum, weights, _mm512_set1_epi32(four));
   }
-  static __m512i dot_signed(__m512i sum, __m512i prepared, const int8_t* columns) {
-    return dot(sum, prepared, columns);
-  }
+  static __m512i widened(__m512i sum) { return sum; }
   static __m512 load_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
   static __m512 load_bfloat(const uint8_t* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
