@@ -14,13 +14,14 @@ from torch import Tensor
 
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.prefill_kernels import kernel_on
+from neo_desktop.engine.kernels.dispatch import programs_per_sm
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_packed
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
-from neo_desktop.engine.kernels.splits import num_splits, programs_per_sm
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.models import operators
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.linear import grouped
@@ -67,7 +68,7 @@ def decode_case(
     k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
     q = torch.randn(requests, HEADS, HEAD_DIM, dtype=dtype, device=device)
     out = torch.empty_like(q)
-    num_programs = num_sms * programs_per_sm(device)
+    num_programs = num_sms * programs_per_sm(q, k_cache, v_cache)
     splits = num_splits(requests, KV_HEADS, min(context, window or context), num_programs)
     partial_out = torch.empty(requests, HEADS, splits, HEAD_DIM, device=device)
     partial_lse = torch.empty(requests, HEADS, splits, device=device)

@@ -210,6 +210,9 @@ def _left(
 def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
     """Return the options that load the draft model on a device."""
     assert options.draft_model is not None
+    weights_dtype = options.weights_dtype
+    if device == HOST and weights_dtype == "exact":  # a CPU's kernels round inputs
+        weights_dtype = "auto"
     return replace(
         options,
         model=options.draft_model,
@@ -217,6 +220,7 @@ def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
         mmproj=None,
         speculate="off",
         device=device.type,
+        weights_dtype=weights_dtype,
         gpu_weights_gib=None,
         gpu_slice=options.gpu_slice if device.type == "cuda" else None,
     )

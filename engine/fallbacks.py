@@ -1,7 +1,7 @@
 """Fallbacks: mechanisms that may fail on some computers, and their replacements.
 
-Levels produce the same tokens, except that Triton's "quantised" rounds inputs to 8 bits; lower ones are
-slower, or take more memory. A mechanism's level applies to the whole process, like the GPU and its driver:
+Levels produce the same tokens, except that "quantised" rounds differently; lower ones are slower, or take
+more memory. The level of a mechanism applies to the whole process, like the GPU and its driver:
 
     forced        NEO_DESKTOP_LEVEL_<MECHANISM>=<level> in the environment
     limited       `limit`: by a check at the start, by `doctor`, or by a failure at run time
@@ -77,7 +77,15 @@ MECHANISMS: Mapping[str, Mechanism] = {
         _kernel("norm", "Residual and normalisation"),
         _kernel("activation", "Gated activation"),
         _kernel("row_copy", "KV cache reads and writes"),
-        _kernel("quantised", "Matmuls with quantised weights"),
+        Mechanism(
+            "quantised",
+            "Matmuls with quantised weights",
+            (
+                Level("integers", "a Triton kernel that rounds inputs to 8 bits"),
+                Level("exact", "a Triton kernel that multiplies floats"),
+                Level("torch", "torch's operators, on any card"),
+            ),
+        ),
         _kernel("experts", "MoE layers"),
         _kernel("recurrent", "Recurrent layers"),
         Mechanism(

@@ -102,6 +102,12 @@ def load(
     plan = plan or partial(_plan, options, rank)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
+    if options.weights_dtype == "exact":
+        if device.type == "cpu":
+            raise ValueError(
+                "weights_dtype 'exact' needs a GPU: a CPU's kernels round inputs to 8 bits; choose float32"
+            )
+        fallbacks.limit("quantised", "exact", "weights_dtype 'exact' asks for it", is_told=True)
     if options.shape is not None:
         config = config_of_rank(published_shape(options.shape), rank)
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))

@@ -122,9 +122,9 @@ class EngineOptions:
     weights_dtype: str = option(
         "auto",
         "Number format of quantised weights in memory: as stored, if the device has "
-        "a kernel for it (auto), or dequantised to this format, which KV then uses as well; matmuls "
-        "then do not round their inputs to 8 bits.",
-        fixed_choices=("auto", "float32", "float16", "bfloat16"),
+        "a kernel for it (auto), or dequantised to this format, which KV then uses as well. exact: as "
+        "auto, but a GPU's kernels do not round the inputs of matmuls to 8 bits, which is slower.",
+        fixed_choices=("auto", "exact", "float32", "float16", "bfloat16"),
     )
     gpu_cache_tokens: int | None = option(
         None, "Size of the GPU-cache in tokens; default: what fits.", least=0
@@ -251,7 +251,7 @@ class EngineOptions:
     @property
     def keeps_weights(self) -> bool:
         """True if quantised weights stay as stored where the device has kernels for them."""
-        return self.weights_dtype == "auto"
+        return self.weights_dtype in ("auto", "exact")
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

@@ -1,5 +1,6 @@
 """Construction of the model runner for a model's device."""
 
+import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
@@ -19,7 +20,6 @@ from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kernels.splits import programs_per_sm
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.models.decoder import Decoder
@@ -66,12 +66,17 @@ def build_executor(
         except StreamMemoryError as error:
             fallbacks.limit("graphs", "device-only", str(error))
     assert streams.sms is not None  # the device is a GPU
+    with streams.on_device():
+        q = torch.empty(
+            1, model.config.num_heads, model.config.head_dim, dtype=model.dtype, device=model.device
+        )
+        num_programs = streams.sms * _programs_per_sm(q, storage)
     executor = ModelRunner(
         _stages(model, dispatch, group),
         storage,
         capacity,
         backend,
-        num_programs=streams.sms * programs_per_sm(model.device),
+        num_programs=num_programs,
         uses_gpu=True,
         timeline=timeline,
         moves_experts=moves_experts,
@@ -90,6 +95,14 @@ def _stages(model: Decoder, operators: Operators | None, group: Group | None) ->
     if group is None:
         return stages_of(model, operators)
     return stages_of(model, operators, group.sum, has_head=group.rank.number == 0)
+
+
+def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
+    for tier in storage.tiers:
+        if not tier.host_attends:
+            k_caches, v_caches = storage[tier].parts
+            return dispatch.programs_per_sm(q, k_caches[0], v_caches[0])
+    return 1
 
 
 def check_flags(backend: Backend, flags: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
 from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
 from neo_desktop.engine.execute.layout import Capacity, GraphKey, Rows
-from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.config import ModelConfig

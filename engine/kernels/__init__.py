@@ -1,7 +1,7 @@
 """GPU kernels: decode attention, and the operations between matmuls.
 
     dispatch       the functions for callers; each selects an implementation by its fallback level.
-    splits         splits of a context in decode attention.
+    occupancy      a kernel's programs that fit on a multiprocessor; splits of a context in decode attention.
     in_triton      Triton kernels.
     in_torch       decode attention with torch's operators, for any GPU, and if Triton or its compiler is
                    missing; `models.operators` has torch's versions of the other kernels.

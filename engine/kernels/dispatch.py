@@ -9,10 +9,14 @@ from functools import cache, wraps
 from importlib import import_module
 from typing import Any, ParamSpec
 
+import torch
+from torch import Tensor
+
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.in_torch import num_pieces
+from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped, unpack
 
@@ -29,12 +33,16 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
 
     @wraps(in_torch)
     def serve(*arguments: P.args, **named: P.kwargs) -> None:
-        if fallbacks.level(mechanism) != "torch":
+        level = fallbacks.level(mechanism)
+        if level != "torch":
             try:
                 _in_triton(module or mechanism, in_torch.__name__)(*arguments, **named)
                 return
             except Exception as error:  # compilers, linkers and drivers raise many types
                 _give_up(mechanism, error)
+            if fallbacks.level(mechanism) not in (level, "torch"):
+                serve(*arguments, **named)
+                return
         in_torch(*arguments, **named)
 
     return serve
@@ -55,6 +63,24 @@ short_convolution = _kernel("recurrent", operators.short_convolution)
 multiply_packed = _kernel("quantised", grouped.multiply_packed)
 dequantise = _kernel("quantised", grouped.dequantise)
 unpack_quantised = _kernel("quantised", unpack.unpack_quantised, "host_tiles")
+
+
+def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return the number of decode-attention programs that fit on a multiprocessor at once.
+
+    The number follows from the compiled kernel, or else from typical values for the GPU. The first call
+    launches the kernel on empty input. Arguments and errors as in `paged_decode`.
+    """
+    if q.device.type != "cuda":  # Triton's interpreter
+        return PROGRAMS_ELSEWHERE
+    count: int | None = None
+    if fallbacks.level("paged_decode") == "triton":
+        try:
+            count = _in_triton("paged_decode", "programs_per_sm")(q, k_cache, v_cache)
+        except Exception as error:
+            _give_up("paged_decode", error)
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return count or usual_programs(10 * major + minor)
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import (
     paged_decode,
+    programs_per_sm,
     read_rows,
     write_rows,
 )
-from neo_desktop.engine.kernels.splits import num_splits, programs_per_sm
+from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Partials, Rows
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.operators import Store
@@ -84,7 +85,7 @@ class DeviceLayer(KVLayer):
     def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:
         """Allocate at most a few MB, which torch's allocator keeps for the next layer."""
         if splits is None:
-            num_programs = self._num_sms * programs_per_sm(self.device)
+            num_programs = self._num_sms * programs_per_sm(q, self._k, self._v)
             splits = num_splits(len(q), self._k.shape[2], max_tokens, num_programs)
         shape = (len(q) if splits > 1 else 0, q.shape[1], splits)
         out = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=self.device)

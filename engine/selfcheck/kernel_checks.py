@@ -36,7 +36,7 @@ from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
-from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 from neo_desktop.models.recurrent import Spans
@@ -44,7 +44,7 @@ from neo_desktop.models.recurrent import Spans
 DEADLINE_S = 90.0  # the first launch compiles, possibly on a slow computer
 ROWS = (1, 3, 32, 250)
 # Types of quantised weights, one per coding scheme -> rows of inputs.
-KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, 16, 17), "Q6_K": (3, 8), "MXFP4": (2,)}
+KINDS = {"Q8_0": (1, 8), "Q4_1": (3,), "Q4_K": (1, MOST_ROWS, MOST_ROWS + 1), "Q6_K": (3, 8), "MXFP4": (2,)}
 QUANTISED_ROWS = 80  # rows of a matrix: a full tile and a partial one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompt chunks
 EXPERTS, PER_TOKEN, INTERMEDIATE = 6, 2, 64
@@ -129,7 +129,7 @@ def check_quantised(rig: Rig) -> Figures:
     hidden, rows, compared = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS, Comparison(rig)
 
     def reference(x: Tensor, weights: list[Grouped], bias: Tensor, out: Tensor) -> None:
-        inputs = grouped.rounded(x) if fallbacks.level("quantised") == "triton" else x
+        inputs = grouped.rounded(x) if fallbacks.level("quantised") == "integers" else x
         grouped.multiply_packed(inputs, weights, bias, out)
 
     for name, counts in KINDS.items():
@@ -166,7 +166,7 @@ def check_experts(rig: Rig) -> Figures:
     hidden = min(-(-rig.config.hidden_size // 64) * 64, MOST_HIDDEN)
     compared, rounded = Comparison(rig), Comparison(rig)
     for kind in EXPERT_KINDS:
-        is_rounded = kind is not None and fallbacks.level("quantised") == "triton"
+        is_rounded = kind is not None and fallbacks.level("quantised") == "integers"
         experts = _experts(rig, kind, hidden)
         for rows in EXPERT_ROWS:
             pairs = rows * PER_TOKEN

@@ -23,6 +23,7 @@ from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
+MOST_ROWS = 16  # of inputs of a kernel that multiplies packed weights
 LOADING_BYTES = 64 * 1024**2  # upper bound of the memory to pack a piece of a file
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised and multiplied at once
 BLOCK = 32  # columns

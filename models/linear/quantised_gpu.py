@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.gguf.types import PIECE_ELEMENTS
-from neo_desktop.models.linear.grouped import Dequantise, Grouped
+from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped
 from neo_desktop.models.linear.quantised import PartShape
-
-LAUNCHED = (1, 2, 4, 8, 16, 17)  # rows of inputs, each for another kernel
 
 
 class Kernels(Protocol):
@@ -90,9 +88,9 @@ class QuantisedOnGPU:
     def launch_all(self) -> None:
         """Launch all kernels of matmuls and lookups once, so that no iteration waits for a compiler."""
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
-        most = LAUNCHED[-1]
+        most = MOST_ROWS + 1
         x, out = (torch.zeros(most, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
-        for count in LAUNCHED:
+        for count in (1, 2, 4, 8, MOST_ROWS, most):  # each selects another kernel
             self.multiply(x[:count], out[:count])
         for part in self.parts:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])

@@ -17,7 +17,7 @@ from benchmarks.sass_budget import (
     table,
     worse,
 )
-from neo_desktop.engine.kernels.splits import PROGRAMS_PER_SM
+from neo_desktop.engine.kernels.occupancy import USUAL_PROGRAMS
 
 KIB = 1024
 # Compilation takes under a minute on two idle cores, and many minutes on busy ones.
@@ -57,6 +57,7 @@ def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) 
         "_round",
         "_multiply_integers",
         "_multiply_matrices",
+        "_multiply_plain",
         "_dequantise",
         "_unpack",
         "_choose",
@@ -67,7 +68,8 @@ def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) 
         "_convolve",
     )
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}
-    assert compiled == everywhere | {("attend_plain", 75)}
+    by_tensor_cores = {("_multiply_tiles", capability) for capability in SHARED_MEMORY if capability >= 80}
+    assert compiled == everywhere | by_tensor_cores | {("attend_plain", 75)}
 
 
 def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
@@ -153,7 +155,7 @@ def test_the_budget_is_of_what_users_have() -> None:
 
 
 def test_what_is_reckoned_with_when_nothing_is_known_fits(kernels: list[dict[str, Any]]) -> None:
-    for capability, programs in PROGRAMS_PER_SM.items():
+    for capability, programs in USUAL_PROGRAMS.items():
         (kernel,) = [
             kernel
             for kernel in kernels

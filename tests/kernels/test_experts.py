@@ -109,7 +109,7 @@ def check(
     expected, allowed = expected_of(exact, x, ids, weights, experts.gating), DTYPES[dtype]
     if misses:
         expected += there.double()
-    if not isinstance(weight, Tensor) and fallbacks.level("quantised") == "triton":  # rounds inputs
+    if not isinstance(weight, Tensor) and fallbacks.level("quantised") == "integers":  # rounds inputs
         assert (out.cpu().double() - expected).norm() <= 0.02 * expected.norm()
         return
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
@@ -147,17 +147,21 @@ def test_gates_with_gelu(dtype: torch.dtype, device: torch.device) -> None:
     [("Q8_0", torch.float32), ("MXFP4", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
 )
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (2, 2), (5, 2)])
-@pytest.mark.parametrize("quantised", ["triton", "torch"])
+@pytest.mark.parametrize(("products", "has_cores"), [("integers", True), ("exact", True), ("exact", False)])
 def test_experts_that_stay_quantised(
-    quantised: str,
+    products: str,
     type_name: str,
     n: int,
     k: int,
+    has_cores: bool,
     dtype: torch.dtype,
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
     levels: Levels,
 ) -> None:
-    levels(quantised=quantised)
+    if fallbacks.level("quantised") != "torch":
+        levels(quantised=products)
+    monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: has_cores)
     check(*made(4, type_name, dtype, device, has_bias=n == 2), n, k, dtype)
 
 

@@ -1,6 +1,7 @@
 """Decode attention on the GPU equals softmax(q·K)V in float64, for any split of the contexts."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ from torch import Tensor
 from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
-from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
+from neo_desktop.engine.kernels.occupancy import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 
 pytestmark = pytest.mark.usefixtures("kernel_level")
 
@@ -246,3 +247,11 @@ def test_without_parts_nothing_is_merged(
     case = make_case(LENGTHS, group=3)
     check(case, attend(case, splits, device))
     assert len(launches) == splits - 1
+
+
+def test_programs_of_a_compiled_kernel() -> None:
+    """Four programs of 128 threads with 128 registers each fill the registers of a 7.5 multiprocessor."""
+    compiled = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=2048, num_warps=4))
+    assert in_triton.programs_of(compiled, 75) == 4
+    assert in_triton.programs_of(None, 75) is None  # Triton's interpreter
+    assert in_triton.programs_of(SimpleNamespace(metadata=compiled.metadata), 75) is None

@@ -20,7 +20,7 @@ from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 pytestmark = pytest.mark.usefixtures("kernel_level")
 
 
-@pytest.fixture(scope="module", params=["triton", "torch"])
+@pytest.fixture(scope="module", params=["integers", "exact", "torch"])
 def kernel_level(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels_on(request.param):
         yield request.param
@@ -62,7 +62,7 @@ def check(
     assert product.data_ptr() == out.data_ptr()
     assert out[count:].isnan().all()
     assert out[:, len(weight) :].isnan().all()
-    if count <= in_triton.SLICED_ROWS and fallbacks.level("quantised") == "triton":
+    if count <= in_triton.sliced_rows(device) and fallbacks.level("quantised") == "integers":
         x = grouped.rounded(x)
     exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T + (0.0 if bias is None else bias.double().abs())
@@ -122,10 +122,12 @@ def test_rows_are_looked_up(type_name: str, dtype: torch.dtype, device: torch.de
     assert ((found.cpu().float() - expected).abs() <= eps * expected.abs()).all()
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("level", ["integers", "exact"])
 def test_all_that_is_needed_is_launched_before_the_first_iteration(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
+    level: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
-    levels(quantised="triton")
+    levels(quantised=level)
     monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: True)
     shapes = [PartShape("Q4_0", 16), PartShape("Q6_K", 16)]
     parts = [(shape, stored_rows(shape.type_name, 16, 256)) for shape in shapes]
@@ -141,12 +143,20 @@ def test_all_that_is_needed_is_launched_before_the_first_iteration(
                 (str(self.kernel), constants.get("COUNT", constants.get("IS_FIRST")), constants["GROUP"])
             )
 
-    for name in ("_multiply_integers", "_multiply_matrices", "_dequantise"):
+    for name in (
+        "_multiply_integers",
+        "_multiply_matrices",
+        "_multiply_plain",
+        "_multiply_tiles",
+        "_dequantise",
+    ):
         monkeypatch.setattr(in_triton, name, Launcher(name))
     linear.launch_all()
     by_count: set[tuple[str, object]] = {
         ("_multiply_matrices" if count > in_triton.FEW else "_multiply_integers", count)
         for count in in_triton.COUNTS
     }
+    if level == "exact":
+        by_count = {("_multiply_plain", 1), ("_multiply_plain", 4), ("_multiply_tiles", 16)}
     expected = by_count | {("_dequantise", False), ("_dequantise", True)}
     assert launched == {(*each, group) for each in expected for group in (16, 32)}

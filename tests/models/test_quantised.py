@@ -254,3 +254,5 @@ def test_a_request_alone_has_the_tokens_that_it_has_in_a_batch(make_checkpoint: 
 def test_weights_and_everything_else_have_one_dtype() -> None:
     with pytest.raises(ValueError, match="weights_dtype 'float32' does not go with dtype 'bfloat16'"):
         Engine.from_pretrained("nowhere", dtype="bfloat16", weights_dtype="float32")
+    with pytest.raises(ValueError, match="needs a GPU"):
+        Engine.from_pretrained(device="cpu", weights_dtype="exact")

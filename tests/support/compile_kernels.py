@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from occupancy import programs_per_sm
 from sass import BARRIER, SHARED_LOAD, WIDE_LOAD, count, instructions, main_loop, usage
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.experts import add_up, choose_experts, in_blocks, multiply_floats
 from neo_desktop.engine.kernels.in_triton.host_tiles import unpack_quantised
@@ -30,13 +30,14 @@ from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import (
     dequantise,
+    inputs_of,
     multiply_packed,
     multiply_pairs,
-    rounded,
 )
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_state, short_convolution
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
@@ -144,6 +145,12 @@ def product(type_name: str, dtype: torch.dtype, count: int, *, rows: int = 14336
     multiply_packed(empty(count, COLUMNS, dtype=dtype), [weight], None, empty(count, rows, dtype=dtype))
 
 
+def exact(launch: Callable[..., None], *arguments: Any) -> None:
+    """Compile the kernels that multiply floats."""
+    with fallbacks.at_levels({"quantised": "exact"}):
+        launch(*arguments)
+
+
 def floats(type_name: str, dtype: torch.dtype) -> None:
     weight = Grouped(type_name, 14336, 4096, torch.device("meta"))
     dequantise(weight, 4096, empty(1024, 4096, dtype=dtype))
@@ -186,7 +193,7 @@ def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> Non
         multiply_floats(x, 1, Stacked(weight, None, rows), weight, ids, places, out)
     else:
         grouped = Grouped(type_name, 128 * rows, columns, torch.device("meta"))
-        multiply_pairs(rounded(x), 1, grouped, None, rows, ids, places, out)
+        multiply_pairs(inputs_of(x), 1, grouped, None, rows, ids, places, out)
 
 
 ATTENTION = ("_attend", "attend_plain")
@@ -248,6 +255,10 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "1 row fp16, Q2_K": (lambda: product("Q2_K", FP16, 1), (86,)),
     "1 row fp16, Q5_K": (lambda: product("Q5_K", FP16, 1), (86,)),
     "8 rows bf16, Q3_K": (lambda: product("Q3_K", BF16, 8), (86,)),
+    "exact, 1 row fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 1), FP16_GPUS),
+    "exact, 1 row bf16, Q4_1": (lambda: exact(product, "Q4_1", BF16, 1), (80,)),
+    "exact, 16 rows fp16, Q4_K": (lambda: exact(product, "Q4_K", FP16, 16), FP16_GPUS),
+    "exact, 16 rows fp32, Q4_1": (lambda: exact(product, "Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_K": (lambda: floats("Q4_K", FP16), (75, 86)),
     "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
@@ -260,6 +271,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "experts fp32, 16 pairs": (lambda: experts(FP32, 16), (75, 86)),
     "experts fp16, 1 pair, MXFP4": (lambda: experts(FP16, 1, "MXFP4"), (75, 90)),
     "experts fp16, 4 pairs, Q4_K": (lambda: experts(FP16, 4, "Q4_K"), (75, 90)),
+    "exact, experts fp16, 16 pairs, Q4_K": (lambda: exact(experts, FP16, 16, "Q4_K"), (90,)),
     "host tiles fp16, Q4_K": (lambda: host_tiles("Q4_K", FP16), FP16_GPUS),
     "host tiles fp16, Q6_K": (lambda: host_tiles("Q6_K", FP16), (75, 86)),
     "host tiles fp16, Q8_0": (lambda: host_tiles("Q8_0", FP16), (75, 86)),

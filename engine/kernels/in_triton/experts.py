@@ -13,12 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
-from neo_desktop.engine.kernels.in_triton.quantised import COUNTS, multiply_pairs, rounded
-from neo_desktop.models import expert_operators
+from neo_desktop.engine.kernels.in_triton.quantised import (
+    COUNTS,
+    PLAIN_ROWS,
+    inputs_of,
+    multiplies_integers,
+    multiply_pairs,
+)
 from neo_desktop.models.expert_operators import ExpertScratch
+from neo_desktop.models.linear.grouped import MOST_ROWS
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
 FEW_PAIRS = 1024  # up to this number, one kernel groups pairs in blocks; more pairs are sorted.
@@ -59,19 +64,14 @@ def multiply_experts(
     out: Tensor,
     adds: bool = False,
 ) -> None:
-    """Compute `models.expert_operators.multiply_experts`; torch does if packed weights have no kernel."""
-    matrices = experts.gate, experts.up, experts.down
-    is_packed = not all(isinstance(matrix.weight, Tensor) for matrix in matrices)
-    if is_packed and fallbacks.level("quantised") == "torch":
-        expert_operators.multiply_experts(experts, x, ids, weights, room, out, adds)
-        return
+    """Compute `models.expert_operators.multiply_experts`."""
     pairs, k, intermediate = ids.numel(), ids.shape[1], experts.gate.rows
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     assert out.stride(1) == 1
     gate_up, inner, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
     blocks: dict[int, Tensor] = {}
-    inputs = cache(rounded)  # gates and ups share theirs
+    inputs = cache(inputs_of)  # gates and ups share theirs
 
     def multiply(given: Tensor, per_row: int, matrix: Stacked, into: Tensor) -> None:
         count = pairs_of_block(given, pairs, len(x), experts.count, matrix)
@@ -117,13 +117,14 @@ def add_up(products: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, adds:
 
 def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stacked) -> int:
     """Return the number of an expert's pairs per block."""
+    uses_cores = x.dtype is not torch.float32 and has_tensor_cores(x.device)
     if isinstance(matrix.weight, Tensor):
-        uses_cores = x.dtype is not torch.float32 and has_tensor_cores(x.device)
         return LARGE_BLOCK if uses_cores and pairs >= LARGE_BLOCK * experts // 2 else BLOCK
     if rows == 1:  # all experts of a row are different
         return 1
-    # At least twice the mean, as experts differ.
-    return next((count for count in COUNTS[2:] if 2 * pairs <= count * experts), COUNTS[-1])
+    if multiplies_integers():  # at least twice the mean, as experts differ
+        return next((count for count in COUNTS[2:] if 2 * pairs <= count * experts), COUNTS[-1])
+    return MOST_ROWS if uses_cores and pairs > experts else PLAIN_ROWS
 
 
 def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:

@@ -17,6 +17,7 @@ Programs without tokens end at once, and their part of the workspace is never re
 `tl.dot` becomes tensor-core instructions from compute capability 8.0 on. `plain_decode` serves 7.5.
 """
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from neo_desktop.engine.kernels import occupancy
 from neo_desktop.engine.kernels.in_triton.plain_decode import (
     LOG2_E_IN_KERNEL,
     MAX_GROUP,
@@ -61,7 +63,7 @@ def paged_decode(
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tensors = q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse
-    tile = _attend_to_parts(tensors, scale, window, sinks, softcap)
+    tile, _ = _launch(tensors, scale, window, sinks, softcap)
     splits = partial_lse.shape[2]
     if splits == 1:
         return
@@ -84,10 +86,43 @@ def paged_decode(
     )
 
 
-def _attend_to_parts(
-    tensors: tuple[Tensor, ...], scale: float, window: int, sinks: Tensor | None, softcap: float | None
-) -> int:
-    """Attend to every part; return the kernel's tile in tokens."""
+def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
+    """Return the number of programs that fit on a multiprocessor at once; see `dispatch.programs_per_sm`.
+
+    None: the compiled kernel does not report its needs, or the GPU's limits are unknown.
+    """
+    heads, head_dim = q.shape[1:]
+    key = (q.device, q.dtype, heads, head_dim, k_cache.shape[1:], k_cache.stride())
+    if key not in _programs_per_sm:
+        nothing = torch.zeros(1, dtype=torch.int32, device=q.device)
+        row = torch.empty_like(q[:1])
+        partials = (torch.empty(0, heads, 1, *size, device=q.device) for size in ((head_dim,), ()))
+        _, compiled = _launch((row, k_cache, v_cache, nothing.view(1, 1), nothing, row, *partials), window=1)
+        major, minor = torch.cuda.get_device_capability(q.device)
+        _programs_per_sm[key] = programs_of(compiled, 10 * major + minor)
+    return _programs_per_sm[key]
+
+
+_programs_per_sm: dict[Hashable, int | None] = {}
+
+
+def programs_of(compiled: Any, capability: int) -> int | None:
+    """Return the number of a launched kernel's programs that fit on a multiprocessor; None: unknown."""
+    registers, metadata = getattr(compiled, "n_regs", None), getattr(compiled, "metadata", None)
+    shared, num_warps = getattr(metadata, "shared", None), getattr(metadata, "num_warps", None)
+    if registers is None or shared is None or num_warps is None:  # the interpreter, or another Triton
+        return None
+    return occupancy.programs_per_sm(capability, registers, shared, num_warps)
+
+
+def _launch(
+    tensors: tuple[Tensor, ...],
+    scale: float = 1.0,
+    window: int = EVERYTHING,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[int, Any]:
+    """Attend to every part; return the kernel's tile in tokens, and the compiled kernel."""
     q, k_cache, v_cache, block_tables, _, out, _, partial_lse = tensors
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -111,10 +146,9 @@ def _attend_to_parts(
     }
     if group <= MAX_GROUP and not has_tensor_cores(q.device):
         shape = plain_shape(group, head_pad, q.element_size())
-        tile: int = shape["STEPS"] * shape["LANES"]
+        tile = shape["STEPS"] * shape["LANES"]
         constants |= {**shape, "TILE": tile, "num_warps": NUM_WARPS, "num_stages": 1}
-        attend_plain[kv_heads, splits, requests](*arguments, **constants)
-        return tile
+        return tile, attend_plain[kv_heads, splits, requests](*arguments, **constants)
     # More tokens at once spill registers on 7.5; tensor cores take no fewer than 16.
     tile = max(16, min(32, 4096 // head_pad))
     most_heads = MOST_HEAD_BYTES // q.element_size()
@@ -122,8 +156,7 @@ def _attend_to_parts(
     constants |= {"TURNS": turns, "HEADS": min(triton.next_power_of_2(group), most_heads), "TILE": tile}
     # From 8.0 on: two tiles of K and V are in flight, and the tables of two more; of wide heads half.
     constants |= {"num_warps": 4, "num_stages": 5 if head_pad <= 256 else 3}
-    _attend[kv_heads * turns, splits, requests](*arguments, **constants)
-    return tile
+    return tile, _attend[kv_heads * turns, splits, requests](*arguments, **constants)
 
 
 def has_tensor_cores(device: torch.device) -> bool:

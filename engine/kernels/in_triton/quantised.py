@@ -1,7 +1,7 @@
 """Matmuls of few rows with a matrix of 2 to 8 bits, and dequantisation of its rows.
 
-With few rows, a matmul should take as long as reading the matrix. Inputs are rounded to 8 bits per block of
-32, as on a CPU.
+With few rows, a matmul should take as long as reading the matrix. At the level "integers" inputs are rounded
+to 8 bits per block of 32, as on a CPU; at "exact" neither weights nor inputs are rounded.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from neo_desktop.engine.kernels.in_triton.dequantise_kernel import _dequantise
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.integer_matrices import (
     MATRIX_ROWS,
     _multiply_matrices,
@@ -21,15 +21,30 @@ from neo_desktop.engine.kernels.in_triton.integer_matrices import (
 )
 from neo_desktop.engine.kernels.in_triton.integer_products import _multiply_integers, _round
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
+from neo_desktop.engine.kernels.in_triton.quantised_kernels import _multiply_plain
+from neo_desktop.engine.kernels.in_triton.tile_kernels import _dequantise, _multiply_tiles
 from neo_desktop.models.linear.codes import UNIT
-from neo_desktop.models.linear.grouped import BLOCK, TILE_ROWS, Grouped, multiply_many, parts_of
+from neo_desktop.models.linear.grouped import (
+    BLOCK,
+    MOST_ROWS,
+    PIECE_BYTES,
+    TILE_ROWS,
+    Grouped,
+    multiply_many,
+    parts_of,
+)
 
-SLICED_ROWS = 128  # most rows of inputs that packed weights are multiplied by.
-COUNTS = (1, 2, 4, 8, 16, 64)  # of inputs, for which kernels are compiled
+SLICED_ROWS = 128  # most rows of inputs that packed weights are multiplied by, in slices.
+PLAIN_ROWS = 4  # most input rows without tensor cores, if the GPU has them.
+COUNTS = (1, 2, 4, 8, 16, 64)  # of inputs, for which kernels with integers are compiled
 FEW = 4  # most inputs of integer dot products; more are multiplied on tensor cores.
 ROUNDED_BLOCKS = 16  # blocks per program
 ROWS = 16  # matrix rows per program.
+TILES_ROWS = 32  # matrix rows per program on tensor cores.
+STEP_WORDS = 64  # words of a row per step.
+STEP_COLUMNS_TILES = 256  # columns per step on tensor cores.
 STEP_COLUMNS = 256  # columns per program of the dequantisation.
+NUM_WARPS = 8
 SMS_ELSEWHERE = 64  # multiprocessors, where no GPU is
 
 
@@ -102,21 +117,36 @@ class Product:
 
 
 def multiply_packed(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
-    """Compute `models.linear.grouped.multiply_packed`; for more than `SLICED_ROWS` rows, dequantise."""
+    """Compute `models.linear.grouped.multiply_packed`; some rows more than a kernel takes are sliced."""
     assert x.stride(1) == out.stride(1) == 1
     assert x.dtype is out.dtype
-    if len(x) > SLICED_ROWS:
+    if len(x) > sliced_rows(out.device):
         multiply_many(x, weights, bias, out, dequantise)
         return
-    inputs = rounded(x)
+    step = SLICED_ROWS if multiplies_integers() else MOST_ROWS
+    for first in range(0, len(x), step):
+        rows = slice(first, first + step)
+        _multiply_few(x[rows], weights, bias, out[rows])
+
+
+def _multiply_few(x: Tensor, weights: Sequence[Grouped], bias: Tensor | None, out: Tensor) -> None:
+    inputs = inputs_of(x)
     for weight, offset, target in parts_of(weights, bias, out):
         assert x.shape[1] == weight.columns
         product = Product(weight, offset, weight.rows, target, len(x))
-        _multiply(inputs, product, next((each for each in COUNTS if len(x) <= each), COUNTS[-1]))
+        if isinstance(inputs, Rounded):
+            _multiply_by_integers(
+                inputs, product, next((each for each in COUNTS if len(x) <= each), COUNTS[-1])
+            )
+        elif len(x) > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
+            _multiply_in_tiles(inputs, product, MOST_ROWS)
+        else:
+            most = 1 if len(x) == 1 else PLAIN_ROWS if len(x) <= PLAIN_ROWS else MOST_ROWS
+            _multiply_by_floats(inputs, product, most)
 
 
 def multiply_pairs(
-    x: Rounded,
+    x: Tensor | Rounded,
     per_row: int,
     weight: Grouped,
     bias: Tensor | None,
@@ -128,18 +158,34 @@ def multiply_pairs(
     """Multiply rows by the matrices of their experts into `out`; see `experts`.
 
     Args:
-        x: n rows.
+        x: [n, columns]; a row is contiguous.
         per_row: Pairs per row of x.
         weight: [experts * rows, columns]
         bias: [experts * rows]
         rows: Matrix rows per expert, a multiple of 64.
         ids: [pairs] int32: the pairs' experts.
         blocks: [blocks, count] int32: pairs; count is 1, 4, 8, 16 or 64.
-        out: [pairs, rows]; a row is contiguous.
+        out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
     count = blocks.shape[1]
     assert out.stride(1) == 1
-    _multiply(x, Product(weight, bias, rows, out, count, (ids, blocks, per_row)), count)
+    product = Product(weight, bias, rows, out, count, (ids, blocks, per_row))
+    if isinstance(x, Rounded):
+        _multiply_by_integers(x, product, count)
+    elif count > PLAIN_ROWS:
+        _multiply_in_tiles(x, product, count)
+    else:
+        _multiply_by_floats(x, product, count)
+
+
+def multiplies_integers() -> bool:
+    """Return True if kernels round their inputs, at the current fallback level."""
+    return fallbacks.level("quantised") == "integers"
+
+
+def inputs_of(x: Tensor) -> Tensor | Rounded:
+    """Return rows as the kernels of the current fallback level take them."""
+    return rounded(x) if multiplies_integers() else x
 
 
 def rounded(x: Tensor) -> Rounded:
@@ -155,8 +201,8 @@ def rounded(x: Tensor) -> Rounded:
     return Rounded(codes, factors)
 
 
-def _multiply(x: Rounded, product: Product, most: int) -> None:
-    """Multiply; `most`: the rows that the kernel is compiled for."""
+def _multiply_by_integers(x: Rounded, product: Product, most: int) -> None:
+    """Multiply rounded inputs; `most`: the rows that the kernel is compiled for."""
     inputs = x.codes.view(torch.int64), x.factors.view(torch.int64)
     sizes = (x.codes.shape[1] // BLOCK,)
     is_interpreted = bool(triton.knobs.runtime.interpret)
@@ -200,6 +246,51 @@ def _multiply(x: Rounded, product: Product, most: int) -> None:
         IS_INTERPRETED=is_interpreted,
         num_warps=num_warps,
     )
+
+
+def _multiply_in_tiles(x: Tensor, product: Product, most: int) -> None:
+    sizes = product.weight.columns // BLOCK, _stride(x)
+    product.launch(
+        _multiply_tiles,
+        (x,),
+        sizes,
+        TILES_ROWS,
+        COUNT=most,
+        STEP=STEP_COLUMNS_TILES // product.weight.coding.group,
+        num_stages=3,
+        num_warps=NUM_WARPS,
+    )
+
+
+def _multiply_by_floats(x: Tensor, product: Product, most: int) -> None:
+    sizes = product.weight.columns // BLOCK, _stride(x) * x.element_size() // 8
+    inputs = (x.view(torch.int64),)
+    product.launch(_multiply_plain, inputs, sizes, ROWS, COUNT=most, STEP=STEP_WORDS, num_warps=NUM_WARPS)
+
+
+def _stride(x: Tensor) -> int:
+    stride = x.stride(0) if len(x) > 1 else x.shape[1]
+    assert x.stride(1) == 1
+    assert stride % 16 == x.data_ptr() % 16 == 0
+    return stride
+
+
+def sliced_rows(device: torch.device) -> int:
+    """Return the most rows that meet packed weights; more rows meet a dequantised matrix.
+
+    That matrix passes through memory, unless a piece fits into the second-level cache.
+    """
+    if multiplies_integers() or _has_small_cache(device):
+        return SLICED_ROWS
+    return 2 * MOST_ROWS if device.type == "cuda" else MOST_ROWS
+
+
+@cache
+def _has_small_cache(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    cache_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return cache_bytes < PIECE_BYTES
 
 
 @cache

@@ -17,6 +17,7 @@ import torch
 from paged_case import make_case
 from torch import Tensor
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import multiply_packed
@@ -43,15 +44,17 @@ def norm() -> tuple[Tensor, Tensor]:
     return found, expected
 
 
-def product() -> tuple[Tensor, Tensor]:
+def product(level: str) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     weight = Grouped("Q4_K", 64, 1024, torch.device("cpu"))
     weight.fill(torch.Generator().manual_seed(0))
     exact, x = torch.empty(64, 1024), torch.randn(16, 1024).half()
     grouped.dequantise(weight, 0, exact)
     found = torch.full((16, 64), torch.nan, dtype=torch.float16)
-    multiply_packed(x, [weight], None, found)
-    return found, grouped.rounded(x).double() @ exact.double().T
+    with fallbacks.at_levels({"quantised": level}):
+        multiply_packed(x, [weight], None, found)
+    rounded = x if level == "exact" else grouped.rounded(x)
+    return found, rounded.double() @ exact.double().T
 
 
 def attention() -> tuple[Tensor, Tensor]:
@@ -66,7 +69,8 @@ def attention() -> tuple[Tensor, Tensor]:
 CASES: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "norm": norm,
     "attention": attention,
-    "integers": product,
+    "integers": lambda: product("integers"),
+    "tiles": lambda: product("exact"),
 }
 
 

@@ -14,6 +14,8 @@ REGISTER_UNIT = 256  # per warp
 REGISTER_FILES = 4
 THREADS_PER_WARP = 32
 KIB = 1024
+MIN_SPLIT_TOKENS = 128  # smaller splits cost more to start and merge than they save
+MAX_SPLITS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ MULTIPROCESSORS: Mapping[int, Multiprocessor] = MappingProxyType(
     }
 )
 
+# Programs of decode attention (4 query heads per KV head, head_dim 128, 16 bits) as compiled by Triton 3.7.
+# These serve as defaults if the running kernel is unknown.
+USUAL_PROGRAMS: Mapping[int, int] = MappingProxyType({75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2})
+PROGRAMS_ELSEWHERE = 4
+
 
 def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int) -> int | None:
     """Return the programs of a kernel that fit on a multiprocessor, perhaps 0; None: unknown limits.
@@ -63,5 +70,23 @@ def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int
     return min(warps // num_warps, sm.threads // (num_warps * THREADS_PER_WARP), by_shared, sm.programs)
 
 
+def usual_programs(capability: int) -> int:
+    """Return a typical number of programs, for use if the kernel is unknown."""
+    return USUAL_PROGRAMS.get(capability, PROGRAMS_ELSEWHERE)
+
+
 def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
+
+
+def num_splits(requests: int, kv_heads: int, max_tokens: int, num_programs: int) -> int:
+    """Return the number of splits per context.
+
+    Args:
+        requests: Number of requests in the batch, padding included.
+        max_tokens: Most tokens that a request attends to: `max_blocks * block_size`, or the window if less.
+        num_programs: Number of this kernel's programs that the GPU runs at once. If at least this number of
+            programs start together, enough bytes are in flight to hide the memory's latency.
+    """
+    wanted = num_programs // (requests * kv_heads)
+    return max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
