@@ -146,9 +146,7 @@ def doctor(
             "host_reserve_gib",
             "disk_cache_gib",
             "workers",
-            "worker_partition",
             "worker_secret",
-            "worker_ca",
             "worker_timeout_s",
         ),
     ],
@@ -163,7 +161,7 @@ def doctor(
         bool,
         typer.Option(
             "--refresh",
-            help="Check or measure again, even if results are there, and start in full after a crash.",
+            help="Check or measure again, even if results are there.",
         ),
     ] = False,
     json_file: opt.JsonFile = None,

@@ -30,7 +30,6 @@ from neo_desktop.engine.predict.weight_plan import (
     bound_ms,
     layer_matrices,
     least_gpu_bytes,
-    plan_layers,
     plan_weights,
 )
 from neo_desktop.engine.profiling.iteration_timer import IterationTimer
@@ -40,6 +39,7 @@ from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
+from research.layer_plan import plan_layers
 
 WAYS = ("divided", "streaming", "layer split")
 SHARES = (0.06, 0.15, 0.3, 0.5, 0.7, 0.9)  # of the layers' weights on the GPU

@@ -14,7 +14,6 @@ import torch
 
 from neo_desktop.engine.batch import FloatArray
 from neo_desktop.engine.doctor.first_start import check_at_first_start
-from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline
@@ -140,19 +139,18 @@ class Engine:
                 and cached on disk.
             progress: reports the progress of loading and profiling.
         """
-        # Before loading, find out what works here, and whether an earlier start crashed the process.
+        # Before loading, find out what works here.
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
-        with safe_start(device):
-            return cls.from_parts(
-                set_up(options, part(progress, 0.0, WEIGHTS_SHARE)),
-                options.policy,
-                cost_model=cost_model,
-                timeline=None if options.trace_timeline is None else Timeline(options.trace_timeline),
-                progress=part(progress, WEIGHTS_SHARE, 1.0, MEASURING),
-                host_reserve_bytes=reserve_bytes(options),
-                disk_cache=disk_folder(options),
-            )
+        return cls.from_parts(
+            set_up(options, part(progress, 0.0, WEIGHTS_SHARE)),
+            options.policy,
+            cost_model=cost_model,
+            timeline=None if options.trace_timeline is None else Timeline(options.trace_timeline),
+            progress=part(progress, WEIGHTS_SHARE, 1.0, MEASURING),
+            host_reserve_bytes=reserve_bytes(options),
+            disk_cache=disk_folder(options),
+        )
 
     @classmethod
     def from_parts(

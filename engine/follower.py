@@ -18,7 +18,6 @@ from neo_desktop.engine.execute.ranks.driver import share_cpus
 from neo_desktop.engine.execute.ranks.group import BrokenGroupError
 from neo_desktop.engine.execute.ranks.members import Follower
 from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Ready
-from neo_desktop.engine.execute.ranks.plans import PlanReader
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.loading import load
@@ -66,12 +65,11 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
     parts = take_memory(load(options, rank=beginning.rank), options, member=follower)
     executor = runner_of(parts, None, follower.group)
     follower.tell(Ready())
-    reader = PlanReader()
     for message in follower.messages:
         if isinstance(message, Question):
             follower.tell(message)
         else:
-            executor.execute(reader.plan(message))
+            executor.execute(message)
 
 
 def _portable(error: Exception) -> Exception:

@@ -198,23 +198,10 @@ class EngineOptions:
         is_list=True,
         panel="Workers",
     )
-    worker_partition: str = option(
-        "requests",
-        "Division of work among workers: by requests, each on one worker; or by the KV "
-        "heads of every request: all workers then attend for it, and the loss of one loses all KV.",
-        fixed_choices=("requests", "heads"),
-        panel="Workers",
-    )
     worker_secret: Path | None = option(
         None,
         "Shared secret of engine and workers: the same file on all computers. Default: "
         "NEO_DESKTOP_WORKER_SECRET, or ~/.config/neo-desktop/worker.secret.",
-        metavar="FILE",
-        panel="Workers",
-    )
-    worker_ca: Path | None = option(
-        None,
-        "Certificate authority of the workers: connections then use TLS. Default: none, without encryption.",
         metavar="FILE",
         panel="Workers",
     )

@@ -52,7 +52,7 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.remote.cluster import Cluster, check_ray
 from neo_desktop.engine.remote.link import Address, Trust
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.trust import engine_tls, read_secret
+from neo_desktop.engine.remote.trust import read_secret
 from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -166,7 +166,7 @@ def trust_of(options: EngineOptions) -> Trust | None:
     """Return the workers' credentials; None: no workers.
 
     Raises:
-        ValueError: an address, the secret or the certificates cannot be used, or Ray is missing.
+        ValueError: an address or the secret cannot be used, or Ray is missing.
     """
     if options.workers is None:
         return None
@@ -174,8 +174,7 @@ def trust_of(options: EngineOptions) -> Trust | None:
         check_ray()
     else:
         addresses_of(options.workers)
-    secret, tls = read_secret(options.worker_secret), engine_tls(options.worker_ca)
-    return Trust(secret, tls, options.worker_timeout_s)
+    return Trust(read_secret(options.worker_secret), options.worker_timeout_s)
 
 
 def addresses_of(named: str) -> list[Address]:
@@ -189,7 +188,6 @@ def with_workers(
     """Connect an engine's parts to workers; retry unreachable ones in the background.
 
     Raises:
-        ValueError: the heads cannot be divided among the workers.
         ConnectionError: a worker refuses.
         RuntimeError: Ray does not start.
     """
@@ -204,8 +202,7 @@ def with_workers(
         addresses: Sequence[Callable[[], Address]] = cluster.addresses
     else:
         addresses = [repeat(address).__next__ for address in addresses_of(named)]  # they never change
-    by_heads = options.worker_partition == "heads"
-    workers = Workers(addresses, trust, config, shape, sinks, most, by_heads=by_heads)
+    workers = Workers(addresses, trust, config, shape, sinks, most)
     resources.callback(workers.close)
     workers.connect()
     pools = {tier: parts.storage[tier] for tier in parts.storage.tiers}

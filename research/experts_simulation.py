@@ -11,11 +11,11 @@ from dataclasses import replace
 from neo_desktop.engine.predict.offloaded_matmul import product_time
 from neo_desktop.engine.predict.weight_plan import layer_matrices, slotted_experts
 from neo_desktop.engine.simulation.divided import machine_rates
-from neo_desktop.engine.simulation.experts import Recent, Routing, Skewed, run_experts
 from neo_desktop.engine.simulation.presets import GIB, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import WeightFormat
 from research.cases import gpt_oss, header, quantised, row
+from research.moving_experts import Recent, Routing, Skewed, run_experts
 from research.weights_simulation import CARD_HOST_GIB, CARDS, CHAT_TOKENS, chat_rate
 
 MODELS: dict[str, tuple[ModelConfig, WeightFormat]] = {

@@ -40,7 +40,6 @@ from neo_desktop.engine.predict.weight_plan import (
     divides_experts,
     layer_matrices,
     least_gpu_bytes,
-    plan_layers,
     plan_weights,
     weight_times,
 )
@@ -58,6 +57,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.shapes import shape
 from research.cases import gpt_oss, header, opt, quantised, row, traced
+from research.layer_plan import plan_layers
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64

@@ -13,7 +13,6 @@ from neo_desktop.app.words import duration
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
-from neo_desktop.engine.doctor.safe_start import start_in_full
 from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict
 from neo_desktop.engine.fallbacks import MECHANISMS
@@ -116,7 +115,7 @@ def run_doctor(
     """Check this computer, or find what was found before.
 
     Args:
-        refresh: check in any case, and start in full again, also after crashes.
+        refresh: check in any case.
         progress: gets the titles of checks.
 
     Raises ValueError, ModelError: the model cannot be loaded.
@@ -128,8 +127,6 @@ def run_doctor(
 
     key = subject_key(subject, choose_device(subject.device))
     verdict = None if refresh else read_verdict(key)
-    if refresh:
-        start_in_full()
     is_kept = verdict is not None and not verdict.is_quick
     if verdict is None or not is_kept:
         outcomes = run_selfchecks(subject, listener=tell, child=child)

@@ -190,14 +190,3 @@ class WorkerOptions:
         int | None, typer.Option(min=1, help="Threads for attention. Default: one per core.")
     ] = None
     worker_secret: Annotated[Path | None, Option(flag=_SECRET.flag, metavar="FILE", help=_SECRET.help)] = None
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Certificate of this computer; with it, connections are encrypted.",
-        ),
-    ] = None
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The certificate's key, if it is in another file."),
-    ] = None

@@ -14,7 +14,7 @@ from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
 from neo_desktop.engine.remote.link import Address
-from neo_desktop.engine.remote.trust import make_secret, read_secret, worker_tls
+from neo_desktop.engine.remote.trust import make_secret, read_secret
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
 from neo_desktop.engine.setup import bind_threads
 
@@ -25,7 +25,7 @@ SHARE = 0.8  # of the memory that is available, for KV, unless a cap says how mu
 def run_worker(options: WorkerOptions) -> None:
     """Serve engines, one after the other, until Ctrl-C or a SIGTERM. ValueError, OSError: see the message."""
     made = make_secret(options.worker_secret)
-    secret, tls = read_secret(options.worker_secret), worker_tls(options.tls_cert, options.tls_key)
+    secret = read_secret(options.worker_secret)
     device = _device(options.device)
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().available_bytes
     memory = int(SHARE * available if options.memory is None else min(options.memory * GIB, available))
@@ -38,7 +38,7 @@ def run_worker(options: WorkerOptions) -> None:
         native.set_default_num_threads(options.threads)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.create_server((address.host, address.port), family=family, backlog=16) as listener:
-        worker = AttentionWorker(listener, secret, WorkerLimits(memory, device), tls)
+        worker = AttentionWorker(listener, secret, WorkerLimits(memory, device))
         # Ctrl-C and SIGTERM come to the thread that accepts, and end that.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: worker.close())
@@ -49,7 +49,7 @@ def run_worker(options: WorkerOptions) -> None:
         where = Address(*listener.getsockname()[:2])
         stdout.print(
             f"Attention worker: [bold]{where}[/], {memory / GIB:.1f} GiB for KV, "
-            f"{where_it_attends}, {'encrypted' if tls else 'not encrypted'}",
+            f"{where_it_attends}, not encrypted",
             highlight=False,
             soft_wrap=True,
         )
@@ -61,10 +61,8 @@ def run_worker(options: WorkerOptions) -> None:
 def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
     """Be a part of a cluster until Ctrl-C, a SIGTERM, or its end."""
     check_ray()
-    if options.tls_cert is not None or options.threads is not None or options.device != "cpu":
-        raise ValueError(
-            "--tls-cert, --threads and --device do not go with --connect: let the worker listen instead"
-        )
+    if options.threads is not None or options.device != "cpu":
+        raise ValueError("--threads and --device do not go with --connect: let the worker listen instead")
     head = Address.parse(options.connect or "", default_port=HEAD_PORT)
     node = offer(head, secret, memory)
     for number in (signal.SIGINT, signal.SIGTERM):

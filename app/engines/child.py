@@ -22,7 +22,6 @@ from typing import Any
 
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import EngineFacts, Progressed, portable
-from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 
@@ -93,7 +92,6 @@ def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
             ready.result().take(command)
     finally:
         # The parent is gone, killed perhaps. Its successor may be waiting for the memory.
-        forgive(os.getpid())  # a start that is under way is not to blame
         os._exit(FAILED_STATUS)
 
 

@@ -23,7 +23,6 @@ from typing import Any, Self
 
 from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.child import Beginning
-from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames
 from neo_desktop.engine.progress import Progress
@@ -84,11 +83,7 @@ class EngineProcess:
         try:
             process._wait_until_loaded(progress)
         except BaseException:
-            is_to_blame = process._kill_reason is not None or process._process.poll() is not None
             process.kill("it is not wanted any more")
-            if not is_to_blame:
-                process._process.wait()
-                forgive(process.pid)  # the next start need not be careful
             raise
         return process
 
@@ -149,7 +144,8 @@ class EngineProcess:
                 case msg.Ended(reason, crash):
                     reason = reason or "the engine ended while the model was loaded"
                     if crash is not None:
-                        raise msg.EngineCrashError(reason, crash, now.what)
+                        advice = "neo-desktop doctor --refresh finds what fails here, and starts avoid it"
+                        raise msg.EngineCrashError(f"{reason}; {advice}", crash, now.what)
                     raise RuntimeError(reason)
         reason = f"nothing went on for {LOAD_TIMEOUT_S:g} s while it said: {now.what}"
         self.kill(reason)

@@ -2,14 +2,41 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from neo_desktop.engine.doctor.safe_start import careful_levels
-from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.fallbacks import KERNELS, MECHANISMS, fallbacks
 
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
 WINDOW_S = 600.0  # in which they are counted
 MAX_REASONS = 3  # that the verdict names
+
+Step = Mapping[str, str]  # mechanism -> level
+
+
+def steps(device_type: str) -> Sequence[Step]:
+    """Return the mechanisms to give up, in order; each step includes the earlier ones.
+
+    The likeliest causes of crashes come first, the greatest loss of speed last.
+    """
+    isas = [level.name for level in MECHANISMS["isa"].levels]
+    on_cpu: list[Step] = [
+        {"isa": isas[min(1, len(isas) - 1)], "huge_pages": "small", "affinity": "free"},
+        {"isa": isas[-1]},
+    ]
+    if device_type != "cuda":
+        return on_cpu
+    return [
+        {"graphs": "device-only"},
+        {"graphs": "eager"},
+        dict.fromkeys(KERNELS, "torch"),
+        {"prompt_attention": "math", "host_memory": "pageable", "nvml": "without"},
+        *on_cpu,
+    ]
+
+
+def careful_levels(device_type: str, num_steps: int) -> Step:
+    """Return `mechanism -> level` after this many steps."""
+    return {mechanism: level for step in steps(device_type)[:num_steps] for mechanism, level in step.items()}
 
 
 class Restarts:

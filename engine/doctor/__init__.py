@@ -4,7 +4,6 @@
     trials       checks in a child process, so that a hang or crash costs only seconds
     verdict      results stored for this GPU, driver, torch, Triton, version and model shape
     first_start  the checks at the first start on a GPU
-    safe_start   after a start that crashed, the next one is more careful
 
 The checks use the whole engine: `engine.selfcheck` is the child's program.
 """

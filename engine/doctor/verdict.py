@@ -72,15 +72,6 @@ def new_verdict(key: Key, outcomes: Sequence[Outcome], *, is_quick: bool) -> Ver
     return Verdict(key, tuple(outcomes), is_quick, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
 
 
-def machine_key(device: torch.device) -> dict[str, Any]:
-    """Return the hardware and versions that decide what works; nothing identifies the owner."""
-    return {
-        **processors_key(device),
-        "triton": _version("triton"),
-        "isas": list(native.available_isas()),
-    }
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -89,9 +80,11 @@ def _version(package: str) -> str | None:
 
 
 def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the key of a verdict; the model's name and folder do not matter and are not stored."""
+    """Return what decides which levels work; nothing identifies the owner or the model's name."""
     return {
-        **machine_key(device),
+        **processors_key(device),
+        "triton": _version("triton"),
+        "isas": list(native.available_isas()),
         "checks": CHECKS_VERSION,
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),

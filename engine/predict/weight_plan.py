@@ -98,7 +98,7 @@ def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) 
     return matrices
 
 
-def _with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, int]:
+def with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, int]:
     """Add the resident rows of the experts' matrices."""
     rows = dict(resident)
     if config.experts is not None:
@@ -192,35 +192,10 @@ def plan_weights(
             wanted, left = wanted - most, left - taken
     parts = [(sizes, resident[name] / sizes.rows) for name, sizes in matrices.items()]
     return WeightPlan(
-        _with_parts(resident, config),
+        with_parts(resident, config),
         gpu_bytes=always + round(sum(share * sizes.device_bytes for sizes, share in parts)),
         host_bytes=round(sum((1 - share) * sizes.host_bytes for sizes, share in parts)),
     )
-
-
-def plan_layers(config: ModelConfig, form: WeightFormat, dtype: torch.dtype, gpu_bytes: int) -> WeightPlan:
-    """Put as many of the first layers as fit on the GPU, the others in host memory, like llama.cpp.
-
-    In an MoE model, all weights but the experts come first. No matrix is divided: this is a baseline.
-
-    Args:
-        gpu_bytes: limit for weights on the GPU; at least `least_gpu_bytes`.
-    """
-    matrices = layer_matrices(config, form, dtype)
-    taken = least_gpu_bytes(config, form, dtype)
-    layers: dict[tuple[bool, int], list[str]] = defaultdict(list)
-    for name, sizes in matrices.items():
-        layers[sizes.used_share < 1, int(name.split(".")[0])].append(name)
-    resident = dict.fromkeys(matrices, 0)
-    on_host = sum(sizes.host_bytes for sizes in matrices.values())
-    for _, names in sorted(layers.items()):
-        nbytes = sum(matrices[name].device_bytes for name in names)
-        if taken + nbytes > gpu_bytes:
-            break
-        taken += nbytes
-        on_host -= sum(matrices[name].host_bytes for name in names)
-        resident |= {name: matrices[name].rows for name in names}
-    return WeightPlan(_with_parts(resident, config), taken, on_host)
 
 
 def weight_times(

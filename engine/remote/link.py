@@ -1,12 +1,11 @@
-"""The engine's connections to a worker, or to several that share a KV tier."""
+"""The engine's connections to a worker."""
 
 import secrets
 import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.trust import RefusedError, check_secret, greet
+from neo_desktop.engine.remote.trust import check_secret, greet
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
 
 DEFAULT_PORT = 7455
@@ -62,7 +61,6 @@ class Trust:
     """Credentials that engine and worker use to authenticate each other."""
 
     secret: bytes = field(repr=False)
-    tls: ssl.SSLContext | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -131,12 +129,7 @@ class WorkerLink:
         connection = socket.create_connection((address.host, address.port), trust.timeout_s)
         try:
             tune(connection)
-            if trust.tls is not None:
-                connection = trust.tls.wrap_socket(connection, server_hostname=address.host)
             greet(connection, trust.secret)
-        except ssl.SSLError as error:
-            connection.close()
-            raise RefusedError(f"TLS failed: {error}") from None
         except BaseException:
             connection.close()
             raise
@@ -227,86 +220,3 @@ class WorkerLink:
         for channel in (self._attention, self._rows):
             if channel is not None:
                 channel.close()
-
-
-def check_heads(num_kv_heads: int, num_workers: int) -> None:
-    """Raise ValueError if KV heads cannot be divided evenly."""
-    if num_kv_heads % num_workers:
-        raise ValueError(
-            f"{num_kv_heads} KV heads cannot be divided among {num_workers} workers: choose a number of "
-            "workers that divides them, or give each worker whole requests (worker_partition 'requests')"
-        )
-
-
-class HeadGroup:
-    """Several workers with the interface of one `WorkerLink`: each has some heads of every request.
-
-    Lamina, section 5. All workers attend for every request, so their load is always equal. Each has every
-    block, with its own KV heads. If one worker is lost, all KV is lost.
-
-    Args:
-        name: of the tier.
-        links: one per worker, in the order of their heads.
-    """
-
-    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
-        self.name = name
-        self._links = links
-        self._out, self._rows = HostBuffer(CPU), HostBuffer(CPU)
-
-    @property
-    def address(self) -> str | None:
-        """Addresses of the workers, for display; None: all are unknown."""
-        return ", ".join(str(each.address) for each in self._links if each.address is not None) or None
-
-    @property
-    def num_blocks(self) -> int:
-        return min(each.num_blocks for each in self._links)
-
-    def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
-        """Connect to all workers; raises the errors of `WorkerLink.open`."""
-        count = len(self._links)
-        check_heads(shape.num_kv_heads, count)
-        part = replace(shape, num_heads=shape.num_heads // count, num_kv_heads=shape.num_kv_heads // count)
-        try:
-            for number, link in enumerate(self._links):
-                heads = slice(number * part.num_heads, (number + 1) * part.num_heads)
-                link.open(part, None if sinks is None else sinks[:, heads], most_blocks)
-        except BaseException:
-            self.close()
-            raise
-
-    def _parts(self, *tensors: Tensor) -> Iterator[tuple[WorkerLink, Sequence[Tensor]]]:
-        """Yield each worker with its heads, the second to last dimension of every tensor."""
-        divided = (each.chunk(len(self._links), dim=-2) for each in tensors)
-        return zip(self._links, zip(*divided, strict=True), strict=True)
-
-    def ask(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
-    ) -> None:
-        for link, (part_q, part_k, part_v) in self._parts(q, k, v):
-            link.ask(layer, part_q, part_k, part_v, block_tables, context_lens)
-
-    def answer(self, out: Tensor) -> None:
-        for link, (target,) in self._parts(out):
-            part_out = self._out.view(tuple(target.shape), target.dtype)
-            link.answer(part_out)
-            target.copy_(part_out)
-
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        for link, (part_k, part_v) in self._parts(k, v):
-            link.store(layer, slots, part_k, part_v)
-
-    def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
-        for link, (target,) in self._parts(out):
-            rows = self._rows.view(tuple(target.shape), target.dtype)
-            link.read(layer, slots, rows)
-            target.copy_(rows)
-
-    def close(self) -> None:
-        """Close all connections; thread-safe, may be called again."""
-        for link in self._links:
-            link.close()
-
-
-AnyLink = WorkerLink | HeadGroup

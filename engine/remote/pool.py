@@ -6,7 +6,7 @@ from torch import Tensor
 from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Rows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.link import AnyLink
+from neo_desktop.engine.remote.link import WorkerLink
 from neo_desktop.models.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ class RemoteLayer(KVLayer):
 
     __slots__ = ("_index", "_link")
 
-    def __init__(self, link: AnyLink, index: int, block_size: int) -> None:
+    def __init__(self, link: WorkerLink, index: int, block_size: int) -> None:
         self.block_size = block_size
         self.device = CPU
         self._link = link
@@ -58,7 +58,7 @@ class RemoteLayer(KVLayer):
 
 
 class RemotePool(KVPool):
-    """K and V in all blocks in a worker's memory, or of several workers that divide the heads.
+    """K and V in all blocks in a worker's memory.
 
     Args:
         dtype: the model's.
@@ -71,7 +71,7 @@ class RemotePool(KVPool):
         config: ModelConfig,
         block_size: int,
         dtype: torch.dtype,
-        link: AnyLink,
+        link: WorkerLink,
     ) -> None:
         # Do not call the base constructor: this pool has no memory and no parts.
         self.worker = tier.name

@@ -1,4 +1,4 @@
-"""Trust between engine and worker: the shared secret, TLS, and mutual authentication.
+"""Trust between engine and worker: the shared secret, and mutual authentication.
 
     engine                                        worker
     "NEO-WORK", version, nonce e    →
@@ -7,7 +7,7 @@
                                     ←             1, HMAC(secret, "worker", e, w); or 0
 
 The engine proves itself first: a stranger at the worker's port learns nothing that helps to guess the secret.
-Later traffic is neither encrypted nor signed, unless the connection uses TLS.
+Later traffic is neither encrypted nor signed.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import hmac
 import os
 import secrets
 import socket
-import ssl
 import struct
 from pathlib import Path
 
@@ -98,10 +97,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = connection.recv(count - len(data))
         if not piece:
-            raise RefusedError(
-                "the peer closed the connection before it authenticated; if it requires TLS, name the "
-                "authority that signed its certificate"
-            )
+            raise RefusedError("the peer closed the connection before it authenticated")
         data += piece
     return data
 
@@ -142,29 +138,3 @@ def make_secret(path: Path | None) -> Path | None:
     with os.fdopen(file, "w") as text:
         text.write(secrets.token_urlsafe(32) + "\n")
     return path
-
-
-def engine_tls(authority: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context that verifies workers' certificates with this authority; None: no TLS.
-
-    Raises:
-        ValueError: the file cannot be used.
-    """
-    if authority is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=str(authority))
-    except OSError as error:
-        raise ValueError(f"{authority} is not a certificate file: {error}") from None
-
-
-def worker_tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return a worker's TLS context; None: it has no certificate. Raises the errors of `engine_tls`."""
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:
-        raise ValueError(f"{certificate} and its key cannot be used: {error}") from None
-    return context

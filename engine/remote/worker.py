@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import ssl
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -30,19 +29,16 @@ class WorkerLimits:
 
 
 class AttentionWorker:
-    """Listens for engines; connections without TLS are neither encrypted nor signed.
+    """Listens for engines; connections are neither encrypted nor signed.
 
     Raises:
         ValueError: the secret is too short.
     """
 
-    def __init__(
-        self, listener: socket.socket, secret: bytes, limits: WorkerLimits, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, limits: WorkerLimits) -> None:
         self._listener = listener
         self._secret = check_secret(secret)
         self._limits = limits
-        self._tls = tls
         self._session: Session | None = None  # with the current engine
         self._changes = threading.Lock()
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
@@ -105,8 +101,6 @@ class AttentionWorker:
         try:
             connection.settimeout(GREETING_S)
             tune(connection)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True)
             welcome(connection, self._secret)
             connection.settimeout(None)
             return Channel(connection)

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.link import (
-    Address,
-    AnyLink,
-    HeadGroup,
-    Trust,
-    WorkerLink,
-    WorkerLostError,
-    check_heads,
-)
+from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.trust import RefusedError
@@ -44,11 +36,6 @@ class Workers:
         addresses: return each worker's current address.
         sinks: [layers, heads] fp32; None: the model has none.
         most_blocks: useful blocks per worker.
-        by_heads: all workers form one tier, each with some heads of every request; otherwise each worker is
-            its own tier.
-
-    Raises:
-        ValueError: the heads cannot be divided among the workers.
     """
 
     def __init__(
@@ -59,16 +46,12 @@ class Workers:
         shape: AttentionShape,
         sinks: Tensor | None,
         most_blocks: int,
-        *,
-        by_heads: bool = False,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
-        tiers = [KVTier.worker(1 if by_heads else number) for number in range(1, len(addresses) + 1)]
-        links = [WorkerLink(tier.name, find, trust) for tier, find in zip(tiers, addresses, strict=True)]
-        self._links: dict[KVTier, AnyLink] = dict(zip(tiers, links, strict=True))
-        if by_heads:
-            check_heads(shape.num_kv_heads, len(links))
-            self._links = {tiers[0]: HeadGroup(tiers[0].name, links)}
+        tiers = [KVTier.worker(number) for number in range(1, len(addresses) + 1)]
+        self._links = {
+            tier: WorkerLink(tier.name, find, trust) for tier, find in zip(tiers, addresses, strict=True)
+        }
         self._reasons: dict[KVTier, str] = {}  # reasons of the current losses
         self._returned: list[KVTier] = []  # not taken yet by `take_returned`
         self._last_loss_s = 0.0
@@ -93,7 +76,7 @@ class Workers:
                 logger.warning("%s%s cannot be reached; retrying in the background: %s", tier, where, error)
                 self._await(tier, str(error))
 
-    def _open(self, link: AnyLink) -> None:
+    def _open(self, link: WorkerLink) -> None:
         link.open(self._shape, self._sinks, self._most_blocks)
 
     @property
@@ -124,12 +107,9 @@ class Workers:
         """Record the loss of a worker and start to reconnect; return its tier."""
         (tier,) = (tier for tier in self._links if tier.name == error.worker)
         link = self._links[tier]
-        # Several workers may form one tier: the reason names the lost one.
-        which = "" if error.address in ("", str(link.address)) else f" ({error.address})"
-        reason = error.reason + which
         link.close()
-        logger.warning("%s is lost: %s; its requests will be recomputed", error.worker, reason)
-        self._await(tier, reason)
+        logger.warning("%s is lost: %s; its requests will be recomputed", error.worker, error.reason)
+        self._await(tier, error.reason)
         return tier
 
     def take_returned(self) -> dict[KVTier, int]:

@@ -1,21 +1,18 @@
-"""Checks of transfers and signals between GPU and CPU, with random delays on both sides.
+"""Checks of transfers and signals between GPU and CPU, with random delays.
 
-device   |kernel, pause|                                  |kernel, pause|
+device   |pause, kernel|                            |pause, kernel|
 to-host                 |copy|flag
-(CPU)                              |pause, compute|flag
-to-device                                          |copy|
+(CPU)                              |attend|flag
+to-device                                     |copy|
 """
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.streams import open_streams
@@ -24,7 +21,7 @@ from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build import check_flags
 from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.moves import Moves
-from neo_desktop.engine.execute.round_trips import RoundTrips, SmallProgram
+from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.transfers import TransferMemory
 from neo_desktop.engine.kv.layer import slots_of
@@ -34,17 +31,15 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.profiling.offload import OffloadChain
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels
-from neo_desktop.native.relay import DONE, READY, empty_flags
+from neo_desktop.native.relay import empty_flags
 
 DEADLINE_S = 40.0
 CHAIN = 24  # consecutive round trips, as in an iteration over 24 layers
-PROGRAMS = 4  # each with its own pauses
+REQUESTS = (1, 5, 40)  # each in programs of their own
+LEAST_RUNS = 3  # of a program: launched, captured, launched as a graph
 SECONDS = {False: 5.0, True: 1.0}  # of stress; the key is True for a first start
-MODULUS = 10_007
-MOST_PAUSE_S = 0.002
 PAUSE_CYCLES = 1_000_000  # about half a millisecond on a GPU
 
-N = TypeVar("N", int, Tensor)
 Pause = Callable[[random.Random], None]  # on the device
 
 
@@ -62,10 +57,8 @@ def offload_checks(rig: Rig) -> Iterator[Check]:
     def graphs(name: str, title: str, level: str, run: Callable[[], Figures]) -> Check:
         return check(f"graphs-{name}", title, "graphs", level, run)
 
-    title = "Graphs with round trips to the CPU, with random delays"
+    title = "Graphs with CPU attention, with random delays"
     yield graphs("host-flags", title, "host-flags", partial(trips, in_graphs=True))
-    title = "CPU attention within a graph"
-    yield graphs("relay", title, "host-flags", lambda: check_relay(rig, _backend(rig), _pause))
     title = "Graphs, captured and replayed with other data"
     yield graphs("device-only", title, "device-only", lambda: check_replay(rig, _backend(rig)))
     title = "Streams that wait for each other and for the CPU, with random delays"
@@ -77,66 +70,27 @@ def offload_checks(rig: Rig) -> Iterator[Check]:
 
 
 def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
-    """Send data to the CPU and back for the duration of the stress test.
+    """Send q, k and v to the CPU and outputs back, for the duration of the stress test.
 
     Args:
-        in_graphs: flags signal the CPU, also from graphs; otherwise a thread of the backend waits.
+        in_graphs: the native relay attends, for launched work and then within graphs; otherwise a thread
+            answers.
     """
-    pinned = rig.device.type == "cuda"
-    flags = empty_flags(CHAIN, pinned=pinned)
+    config, rng, runs = rig.config, random.Random(0), 0
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
     if in_graphs:
-        check_flags(backend, flags[READY, :1])
-    numbers = torch.zeros(1024, dtype=torch.int64, device=rig.device)
-    sent, answer = (torch.zeros(1024, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
-    rng, host_rng = random.Random(0), random.Random(1)
-
-    def make() -> None:
-        pause(rng)
-        numbers.add_(1)
-
-    def compute(layer: int) -> None:
-        if host_rng.random() < 0.3:
-            time.sleep(host_rng.random() * MOST_PAUSE_S)
-        answer.copy_(_computed(sent, layer))
-
-    trips = RoundTrips(
-        flags,
-        make,
-        send=lambda: sent.copy_(numbers, non_blocking=True),
-        answer=compute,
-        bring=lambda: numbers.copy_(answer, non_blocking=True),
-    )
+        check_flags(backend, empty_flags(1, pinned=rig.device.type == "cuda")[:, 0])
+    chains = [OffloadChain(rig.device, count, heads, CHAIN, partial(pause, rng)) for count in REQUESTS]
     began = time.perf_counter()
-    runs, expected = 0, 0
-    while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < 2 * PROGRAMS:
-        program = trips.program(runs % PROGRAMS)
-        flags.zero_()
-        host = threading.Thread(target=_answer, args=(trips,), daemon=True)
-        if in_graphs:
-            host.start()
-        _carry_out(backend, program, in_graphs=in_graphs)
-        if in_graphs:
-            host.join()
-        for layer in range(CHAIN):
-            expected = _computed(expected + 1, layer)
-        if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
-            raise CheckError("data from the CPU differs from the data sent", {"runs": runs})
+    while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < LEAST_RUNS * len(chains):
+        chain = chains[runs % len(chains)]
+        chain.run(backend, DEADLINE_S / 2, in_graph=in_graphs)
         runs += 1
+        if chain.has_lost:
+            raise CheckError("data from the CPU differs from the data sent", {"runs": runs})
+    backend.forget()
     backend.close()
     return {"runs": runs, "offload_buffers": runs * CHAIN}
-
-
-def _answer(trips: RoundTrips) -> None:
-    """Act as the CPU: wait for a flag, pause, raise the other flag."""
-    for layer in range(CHAIN):
-        while trips.flags[READY, layer, 0].item() != 1:
-            time.sleep(0)
-        trips.answer(layer)
-        trips.flags[DONE, layer, 0] = 1
-
-
-def _computed(numbers: N, layer: int) -> N:
-    return (numbers * 3 + layer) % MODULUS
 
 
 def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> None:
@@ -144,21 +98,6 @@ def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> N
     with backend.on_device():
         backend.start(program, with_flags=in_graphs, with_graphs=in_graphs)
         backend.wait()
-
-
-def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
-    """Check attention by the native relay within programs of several sizes; requests attend to themselves."""
-    config, rng, runs = rig.config, random.Random(0), 0
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    for requests in (1, 5, 40):
-        chain = OffloadChain(rig.device, requests, heads, CHAIN, partial(pause, rng))
-        for _ in range(5):  # at once, and then as a graph
-            chain.run(backend, DEADLINE_S / 2, in_graph=True)
-            runs += 1
-            if chain.has_lost:
-                raise CheckError("data from CPU attention differs from the data sent", {"runs": runs})
-        backend.forget()
-    return {"runs": runs, "offload_buffers": runs * CHAIN}
 
 
 def check_replay(rig: Rig, backend: Backend) -> Figures:

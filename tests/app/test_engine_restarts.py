@@ -18,9 +18,8 @@ from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.restarts import Restarts
-from neo_desktop.engine.doctor.safe_start import careful_levels
-from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.app.shelf.restarts import Restarts, careful_levels, steps
+from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, fallbacks
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -305,3 +304,15 @@ def test_who_has_a_gpu_is_told_how_to_go_on_without() -> None:
 
 def client(host: ModelHost) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(host)), base_url="http://127.0.0.1")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_steps_only_lead_down_and_end_at_the_lowest(device_type: str) -> None:
+    descending = Fallbacks()
+    for step in steps(device_type):
+        for mechanism, level in step.items():
+            descending.limit(mechanism, level, "a step", is_told=True)
+            assert descending.level(mechanism) == level
+    for name, each in MECHANISMS.items():
+        if device_type == "cuda" or not each.is_for_gpu:
+            assert descending.level(name) == each.levels[-1].name

@@ -69,7 +69,6 @@ def test_a_new_secret_is_for_its_owner_alone_and_kept(tmp_path: Path) -> None:
     [
         (("--listen", "127.0.0.1:x"), "is not a worker address"),
         (("--device", "tpu"), "choose cpu, cuda or cuda:N"),
-        (("--tls-cert", "no-such.pem"), "no-such.pem and its key cannot be used"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_sentence(secret: Path, options: tuple[str, ...], words: str) -> None:
@@ -108,30 +107,6 @@ def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
             assert again.end() == expected(checkpoint, batch)
             assert_is_idle(engine)
             assert other.end() == 0
-
-
-@pytest.mark.sample(0)
-def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
-    checkpoint: Path, secret: Path, worker: WorkerProcess
-) -> None:
-    """Each worker holds a part of every request's KV, and one part alone is useless."""
-    batch = prompts()
-    with WorkerProcess(secret) as second:
-        workers = f"{worker.address},{second.address}"
-        with make_engine(checkpoint, secret, workers, partition="heads") as engine:
-            assert [place for place in engine.stats().pools if place.is_remote] == [ONE]
-            answers = Answers(engine, batch)
-            answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
-            second.kill()
-            answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
-            assert engine.stats().num_running_at[ONE] == 0
-            assert str(second.address) in (engine.live_view().workers[ONE].lost or "")
-            with WorkerProcess(secret, second.address.port):
-                assert answers.end() == expected(checkpoint, batch)
-                again = Answers(engine, batch)
-                again.until_back(ONE)
-                assert again.end() == expected(checkpoint, batch)
-                assert_is_idle(engine)
 
 
 @pytest.mark.sample(0)

@@ -22,7 +22,6 @@ from neo_desktop.engine.selfcheck.answers import alone
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.offload_checks import (
     check_copies,
-    check_relay,
     check_replay,
     check_swap,
     check_trips,
@@ -140,9 +139,8 @@ def no_pause(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("queues", [None, 2])
 def test_flags_and_relay_pass(rig: SmallRig, queues: int | None) -> None:
-    backends = (ImitatedBackend(1, num_queues=queues) for _ in range(2))
-    assert int(check_trips(rig, next(backends), no_pause, in_graphs=True)["runs"]) >= 8
-    assert check_relay(rig, next(backends), no_pause)["runs"] == 15
+    backend = ImitatedBackend(1, num_queues=queues)
+    assert int(check_trips(rig, backend, no_pause, in_graphs=True)["runs"]) >= 9
 
 
 def test_streams_copies_and_swaps_pass(rig: SmallRig) -> None:
@@ -154,19 +152,17 @@ def test_streams_copies_and_swaps_pass(rig: SmallRig) -> None:
 
 
 class LossyBackend(ImitatedBackend):
-    """Loses the last copy back of every program."""
+    """Loses the first copy back of every program."""
 
     def enqueue(self, operations: Sequence[Operation]) -> None:
         copies = [o for o in operations if o.lane is Lane.TO_DEVICE and o.stage.name == "offload"]
-        copies[-1].work = lambda: None
+        copies[0].work = lambda: None
         super().enqueue(operations)
 
 
 def test_lost_hand_overs_fail(rig: SmallRig) -> None:
     with pytest.raises(CheckError, match="from the CPU"):
         check_trips(rig, LossyBackend(1), no_pause, in_graphs=True)
-    with pytest.raises(CheckError, match="CPU attention"):
-        check_relay(rig, LossyBackend(1), no_pause)
 
 
 @pytest.mark.parametrize(

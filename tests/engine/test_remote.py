@@ -5,11 +5,9 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from certificates import make_certificate
 from pipeline_case import tiny_config, tiny_model
 from workers import SECRET, TRUST, running_worker, shape_of, sinks_of
 
@@ -17,7 +15,7 @@ from neo_desktop.engine.remote import trust
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.session import fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.trust import RefusedError, engine_tls, greet, worker_tls
+from neo_desktop.engine.remote.trust import RefusedError, greet
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError
 from neo_desktop.models.decoder import Decoder
 
@@ -238,28 +236,3 @@ def check_that_it_answers(link: WorkerLink) -> None:
 def _row_shape() -> tuple[int, int]:
     config = tiny_config()
     return config.num_kv_heads, config.head_dim
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return two self-signed certificates, each with its key in the same file."""
-    folder = tmp_path_factory.mktemp("tls")
-    return [make_certificate(folder, name) for name in ("first", "second")]
-
-
-def test_tls_is_for_those_who_trust_the_certificate(model: Decoder, certificates: list[Path]) -> None:
-    mine, other = certificates
-    with running_worker(tls=worker_tls(mine, None)) as (_, address):
-        with pytest.raises(RefusedError, match=r"TLS failed: .*certificate verify failed"):
-            open_link(model, address, Trust(SECRET, engine_tls(other)))
-        with pytest.raises((RefusedError, ConnectionResetError)):
-            open_link(model, address, Trust(SECRET, timeout_s=60.0))
-        link = open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=60.0))
-        rows = torch.randn(2, 70, *_row_shape())
-        found, slots = torch.empty_like(rows), torch.arange(70)
-        link.store(0, slots, rows[0], rows[1])
-        link.read(0, slots, found)
-        assert torch.equal(found, rows)
-        link.close()
-    with running_worker() as (_, address), pytest.raises(OSError, match=r"encrypted|closed|reset|timed out"):
-        open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=60.0))

@@ -3,11 +3,9 @@
 import threading
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
-from certificates import make_certificate
 from executors import thread_executor
 from pipeline_case import BLOCK_SIZE, check_result, make_storage, sampling_input, tiny_model
 from workers import SECRET, running_worker, shape_of, with_workers
@@ -22,7 +20,6 @@ from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
-from neo_desktop.engine.remote.trust import engine_tls, worker_tls
 from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
@@ -50,18 +47,13 @@ class Gate:
         monkeypatch.setattr(HostLayer, "decode", decode)
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
 def test_a_worker_takes_the_next_rows_in_while_it_attends(
-    stack: ExitStack, model: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encrypted: bool
+    stack: ExitStack, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows exceed the system's buffers: without a reader the second rows would not leave."""
-    tls = None, None
-    if encrypted:
-        certificate = make_certificate(tmp_path, "worker")
-        tls = worker_tls(certificate, None), engine_tls(certificate)
     gate, config = Gate(monkeypatch), model.config
-    _, address = stack.enter_context(running_worker(tls=tls[0]))
-    link = WorkerLink("worker-1", lambda: address, Trust(SECRET, tls[1], TIMEOUT_S))
+    _, address = stack.enter_context(running_worker())
+    link = WorkerLink("worker-1", lambda: address, Trust(SECRET, TIMEOUT_S))
     link.open(shape_of(model, BLOCK_SIZE), None, NUM_BLOCKS)
     stack.callback(link.close)
     count = (1 << 24) // (config.num_heads * config.head_dim * 4)

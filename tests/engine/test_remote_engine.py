@@ -75,35 +75,6 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
 
 
 @pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
-def test_workers_that_divide_the_heads_give_the_same_tokens(
-    stack: ExitStack, checkpoints: dict[str, Path], secret: Path, family: str, policy: str
-) -> None:
-    """Both workers hold the blocks of one tier; a model with sinks has its sinks divided between them."""
-    batch = prompts(8)
-    addresses = [stack.enter_context(running_worker(memory))[1] for memory in (1 << 24, 1 << 22)]
-    engine = stack.enter_context(
-        Engine.from_pretrained(
-            checkpoints[family],
-            device="cpu",
-            policy=policy,
-            gpu_cache_tokens=160,
-            cpu_cache_tokens=0,
-            workers=",".join(map(str, addresses)),
-            worker_partition="heads",
-            worker_secret=secret,
-            cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),
-        )
-    )
-    outputs = engine.generate(batch, GREEDY)
-    expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
-    assert [list(output.token_ids) for output in outputs] == expected
-    assert engine.stats().num_cpu_decodes > 0
-    assert [tier for tier in engine.stats().pools if tier.is_remote] == [KVTier.worker(1)]
-    assert_is_idle(engine)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
 def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     stack: ExitStack,
     checkpoints: dict[str, Path],
@@ -134,19 +105,6 @@ def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     assert [list(output.token_ids) for output in outputs] == expected
     assert engine.stats().num_cpu_decodes > 0
     assert_is_idle(engine)
-
-
-def test_heads_that_cannot_be_divided_are_told_with_what_to_do(
-    checkpoints: dict[str, Path], secret: Path
-) -> None:
-    with pytest.raises(ValueError, match="2 KV heads cannot be divided among 3 workers: choose a number"):
-        Engine.from_pretrained(
-            checkpoints["llama"],
-            device="cpu",
-            workers="127.0.0.1:1,127.0.0.1:2,127.0.0.1:3",
-            worker_partition="heads",
-            worker_secret=secret,
-        )
 
 
 def test_a_worker_that_refuses_ends_the_start_in_words(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipeline_case import (
     tiny_model,
 )
 from seeds import seeds
-from workers import connected, connected_by_heads, running_worker, with_workers
+from workers import running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -83,26 +83,6 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     case = Case(stack, model, local, num_workers)
     iterations = RandomIterations(seed, NUM_BLOCKS, tiers=case.storage.tiers)
     check_random_plans(case.executor.execute, model, iterations, 12)
-
-
-@pytest.mark.parametrize("seed", seeds(2, 4))
-def test_random_plans_with_heads_divided_among_workers(
-    stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int
-) -> None:
-    """One tier of two workers, beside the device and a worker with requests of its own."""
-    model = model_with_sinks if seed % 2 else model
-    addresses = [stack.enter_context(running_worker())[1] for _ in range(3)]
-    pools = {
-        KVTier.DEVICE: make_storage(model, {KVTier.DEVICE: NUM_BLOCKS})[KVTier.DEVICE],
-        ONE: connected_by_heads(model, ONE, addresses[:2], NUM_BLOCKS, BLOCK_SIZE),
-        TWO: connected(model, TWO, addresses[2], NUM_BLOCKS, BLOCK_SIZE),
-    }
-    storage = KVStorage(pools)
-    executor = thread_executor(model, storage)
-    stack.callback(executor.close)
-    num_layers, tiers = model.config.num_layers, storage.tiers
-    iterations = AsyncIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, 0.5, tiers)
-    check_random_plans(executor.execute, model, iterations, 16)
 
 
 @pytest.mark.sample(2)

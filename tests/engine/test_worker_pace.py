@@ -243,28 +243,24 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
     assert_async_answers(engine, checkpoints["llama"])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("partition", ["requests", "heads"])
 @pytest.mark.usefixtures("all_async")
-def test_however_workers_divide_the_work_the_tokens_are_the_same(
-    stack: ExitStack, checkpoints: dict[str, Path], secret: Path, partition: str
+def test_async_decodes_of_several_workers_have_the_same_tokens(
+    stack: ExitStack, checkpoints: dict[str, Path], secret: Path
 ) -> None:
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
-    engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, partition=partition))
+    engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers))
     assert_async_answers(engine, checkpoints["llama"])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("partition", ["requests", "heads"])
 @pytest.mark.usefixtures("all_async")
 def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
-    checkpoints: dict[str, Path], secret: Path, partition: str
+    checkpoints: dict[str, Path], secret: Path
 ) -> None:
     """Its requests restart elsewhere; requests with async tokens on other workers restart as well."""
     batch = prompts()
     with WorkerProcess(secret) as first, WorkerProcess(secret) as second:
         workers = f"{first.address},{second.address}"
-        with make_engine(checkpoints["llama"], secret, workers, partition=partition) as engine:
+        with make_engine(checkpoints["llama"], secret, workers) as engine:
             answers = Answers(engine, batch)
 
             def is_in_mid_token() -> bool:

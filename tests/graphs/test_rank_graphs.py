@@ -12,7 +12,7 @@ from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.ranks.plans import PlanReader, PlanWriter
+from neo_desktop.engine.execute.ranks.plans import for_other_ranks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv_tier import MEASURED_TIERS
@@ -40,7 +40,6 @@ class TwoRanks:
     ) -> None:
         sums = ThreadSums(2)
         self._threads = ThreadPoolExecutor(2)
-        self._writer, self._reader = PlanWriter(), PlanReader()
         self.backends = [ImitatedBackend(seed + number, num_queues=num_queues) for number in range(2)]
         self.executors = []
         for number, (part, backend) in enumerate(zip(parts_of(model, 2), self.backends, strict=True)):
@@ -53,7 +52,7 @@ class TwoRanks:
             )
 
     def execute(self, plan: IterationPlan) -> IterationResult:
-        theirs = self._reader.plan(pickle.loads(pickle.dumps(self._writer.told(plan))))
+        theirs = pickle.loads(pickle.dumps(for_other_ranks(plan)))
         ours, others = self._threads.map(ModelRunner.execute, self.executors, [plan, theirs])
         assert not any((others.sampled, others.failed, others.pooled))
         return ours

@@ -29,7 +29,6 @@ def make_engine(
     *,
     gpu_cache_tokens: int = 160,
     timeout_s: float = 10.0,
-    partition: str = "requests",
     policy: str = "neo",
 ) -> Engine:
     return Engine.from_pretrained(
@@ -39,7 +38,6 @@ def make_engine(
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=0,
         workers=workers,
-        worker_partition=partition,
         worker_secret=secret,
         worker_timeout_s=timeout_s,
         cost_model=machine(cpu_token_ms=1e-6, offload_ms=0.0),

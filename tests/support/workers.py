@@ -1,17 +1,15 @@
 """Attention workers for tests: in a thread of this process, listening on this computer."""
 
 import socket
-import ssl
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.remote.link import Address, HeadGroup, Trust, WorkerLink
+from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
@@ -23,12 +21,12 @@ TRUST = Trust(SECRET, timeout_s=20.0)
 
 @contextmanager
 def running_worker(
-    memory_bytes: int = 1 << 24, secret: bytes = SECRET, tls: ssl.SSLContext | None = None
+    memory_bytes: int = 1 << 24, secret: bytes = SECRET
 ) -> Iterator[tuple[AttentionWorker, Address]]:
     """Run a worker; yield it and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = Address(*listener.getsockname())
-    worker = AttentionWorker(listener, secret, WorkerLimits(memory_bytes), tls)
+    worker = AttentionWorker(listener, secret, WorkerLimits(memory_bytes))
     thread = threading.Thread(target=worker.serve, daemon=True)
     thread.start()
     try:
@@ -52,20 +50,6 @@ def connected(model: Decoder, tier: KVTier, address: Address, num_blocks: int, b
     link = WorkerLink(tier.name, lambda: address, TRUST)
     link.open(shape_of(model, block_size), sinks_of(model), num_blocks)
     return RemotePool(tier, model.config, block_size, model.dtype, link)
-
-
-def _same(address: Address) -> Address:
-    return address
-
-
-def connected_by_heads(
-    model: Decoder, tier: KVTier, addresses: Sequence[Address], num_blocks: int, block_size: int
-) -> RemotePool:
-    """Return the pool of workers that share one tier by heads."""
-    links = [WorkerLink(tier.name, partial(_same, address), TRUST) for address in addresses]
-    group = HeadGroup(tier.name, links)
-    group.open(shape_of(model, block_size), sinks_of(model), num_blocks)
-    return RemotePool(tier, model.config, block_size, model.dtype, group)
 
 
 def with_workers(

@@ -30,7 +30,7 @@ from neo_desktop.engine.execute.ranks.messages import (
     Question,
     Ready,
 )
-from neo_desktop.engine.execute.ranks.plans import PlanWriter
+from neo_desktop.engine.execute.ranks.plans import for_other_ranks
 from neo_desktop.engine.execute.ranks.process import EXIT_S, RankLostError, RankProcess
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv_tier import KVTier
@@ -193,7 +193,6 @@ class DriverExecutor(Executor):
 
     def __init__(self, own: ModelRunner, leader: Driver) -> None:
         self._own, self._leader = own, leader
-        self._writer = PlanWriter()
         self._is_closed = False
         self.watch(bool)
 
@@ -205,7 +204,7 @@ class DriverExecutor(Executor):
         """
         if self._is_closed:
             raise RuntimeError("the executor is closed")
-        self._leader.send(self._writer.told(plan))
+        self._leader.send(for_other_ranks(plan))
         return partial(self._attempt, self._attempt(partial(self._own.start, plan)))
 
     def _attempt(self, work: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@
     Agreed, the minimum ──────────────────→ allocates memory.
     (profiles, alone)
     ←────────────────────────────────────── Ready
-    ToldPlan, repeatedly ─────────────────→ executes the plans.
+    IterationPlan, repeatedly ────────────→ executes the plans.
     Question, after its own error ────────→ (has executed all earlier plans)
     ←────────────────────────────────────── the same Question
     end of stdin ─────────────────────────→ ends.

@@ -8,7 +8,7 @@ import pytest
 from seeds import seeds
 
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
-from neo_desktop.engine.simulation.experts import Recent, Skewed, run_experts
+from research.moving_experts import Recent, Skewed, run_experts
 
 # A desktop with a card on its bus.
 RATES = Rates(30e9, 8e11, 20e9, 300e9, 3e13, offload_ms=0.03, host_bytes_per_s=45e9)
