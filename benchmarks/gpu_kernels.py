@@ -25,8 +25,7 @@ from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.models import operators
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.linear import grouped
-from neo_desktop.models.linear.codes import CODINGS
-from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop.models.linear.grouped import CODINGS, Grouped
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
 EPS = 1e-5

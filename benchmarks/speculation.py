@@ -131,16 +131,16 @@ class Comparison:
                 drafter.answers |= dict(known)
             for turn in range(self._turns):
                 for drafts in (False, True) if turn % 2 else (True, False):
-                    for each in decided.values():
-                        each.counts = drafts
+                    for decision in decided.values():
+                        decision.counts = drafts
                     taken = self.run(batch, drafts=drafts)
                     seconds[drafts].append(taken.seconds)
                     answers.append(taken.answers)
                     num_steps += taken.num_steps * drafts
             assert all(each == answers[0] for each in answers), "drafts changed an answer"
             took = {drafts: statistics.median(each) for drafts, each in seconds.items()}
-            for drafts, each in took.items():
-                totals[drafts] += each
+            for drafts, seconds_of in took.items():
+                totals[drafts] += seconds_of
             print(f"    {took[False] / took[True]:.2f}x", flush=True)
         gain = totals[False] / totals[True]
         print(f"{name}: {totals[False]:.2f} s without drafts, {totals[True]:.2f} s with, {gain:.3f}x")

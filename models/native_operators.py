@@ -55,7 +55,7 @@ def short_convolution(
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
-    """Normalise (if asked) and rotate queries and keys of `qkv` in place."""
+    """Normalise (with `qk_norm`) and rotate queries and keys of `qkv` in place."""
     heads = qkv.view(len(qkv), -1, cos.shape[-1])[:, :-kv_heads]
     native.rope(heads, cos[:, 0], sin[:, 0], qk_norm, eps)
 

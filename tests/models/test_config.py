@@ -76,7 +76,8 @@ def test_both_spellings_of_transformers_mean_the_same(tmp_path):
 def test_frequencies_are_those_of_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
     rope = scaling | {"rope_theta": 500.0, "original_max_position_embeddings": 128}
     config = read(tmp_path, rope_parameters=rope, head_dim=32)
-    theirs = CONFIG_MAPPING["llama"](**BASE, rope_parameters=rope, head_dim=32)
+    changes: dict[str, Any] = BASE | {"rope_parameters": rope, "head_dim": 32}
+    theirs = CONFIG_MAPPING["llama"](**changes)
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
     torch.testing.assert_close(config.rope.inverse_frequencies(32), expected, rtol=3e-7, atol=0)
     assert config.rope.attention_factor == pytest.approx(factor)
