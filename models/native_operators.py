@@ -70,6 +70,6 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """See `operators.rope_append`."""
+    """Rotate and append, see `operators.rope_append`."""
     rope(qkv, cos, sin, k_cache.shape[2], qk_norm, eps)
     operators.append(qkv, slots, k_cache, v_cache)

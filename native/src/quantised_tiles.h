@@ -63,9 +63,9 @@ constexpr int log2_of(int x) {
   return log;
 }
 
-// Groups of numbers with fewer than 8 bits after which V's sums are widened: 16 bits hold pairs of products
-// of at most 2 * 127 times 15 with 4 bits, 28 with MXFP4, 31 with 5 bits, and 63 with 6 bits, which have two
-// sums.
+// Groups of numbers with fewer than 8 bits after which V's sums are widened, so that pairs of products fit 16
+// bits. A pair is at most 2 * 127 times 15 with 4 bits, 28 with MXFP4, and 31 with 5 bits. With 6 bits it is
+// 2 * 127 times 63, but each half of a block has its own sum.
 constexpr int groups_in_pairs(const WeightLayout& of) { return of.bits == 4 && !of.is_fp4 ? 4 : 2; }
 
 // Adds the products of a block's first 16 columns to of_first[count, kParts], of the others to of_second.
