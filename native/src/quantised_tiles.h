@@ -1,12 +1,12 @@
 // Matmuls with tiles of quantised weights, instantiated by each instruction set's file.
 //
 // V has registers of kLanes rows (a divisor of 16):
-//   Ints, Floats, Bytes  registers; a lane of Bytes has 4 numbers of one row
-//   dot         adds 4 weights times 4 activations to each lane of a Sum
-//   widened     adds what a Sum holds in 16 bits to its lanes of 32
-//   prepare     prepares signed weights for dot
-//   looked_up   replaces numbers below 16 by those in kFp4Numbers
-//   shifted<n>  shifts each byte left by n bits (right if n is negative); other bits may enter
+//   Ints, Floats, Bytes  registers; a lane of Bytes has 4 numbers of one row.
+//   dot         adds 4 weights times 4 activations to each lane of a Sum.
+//   widened     adds what a Sum holds in 16 bits to its lanes of 32.
+//   prepare     prepares signed weights for dot.
+//   looked_up   replaces numbers below 16 by those in kFp4Numbers.
+//   shifted<n>  shifts each byte left by n bits (right if n is negative); other bits may enter.
 #pragma once
 
 #include <cmath>
