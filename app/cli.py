@@ -16,6 +16,7 @@ from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, print_rows, stderr, stdout
+from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
@@ -33,6 +34,7 @@ _OF_MEASURE = (  # what the tables depend on, and no check
 
 app = typer.Typer(
     name="neo-desktop",
+    cls=Program,
     help="Run large language models beyond what your GPU's memory should allow, at full accuracy.",
     epilog="Without a command, the chat opens in your browser.",
     add_completion=False,

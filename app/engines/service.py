@@ -6,15 +6,14 @@
                ── commands ──────────→  carried out before an iteration is planned.
     Generation ←─ one wake-up per step ── outputs, and the engine's figures
 
-Everything here, the generations included, belongs to the event loop.
+Everything here, the generations included, belongs to the event loop; events are brought to it by an `Outbox`.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.images import SeenImages
 from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import ServiceMetrics
+from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.templates.chat_templates import ChatTemplates
@@ -68,7 +68,7 @@ class EngineService:
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
         self._limits = limits
         self._engine_ended = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # None: not started
+        self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
         self._generations: dict[str, Generation] = {}  # request_id -> whose it is
         self._queued: set[tuple[str, int]] = set()  # outputs without a first token, see `Generation.choices`
@@ -82,7 +82,7 @@ class EngineService:
         self.idle_since_s: float | None = time.monotonic()  # None: a request is open
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(asyncio.get_running_loop())
         await self.templates.start()
         self.refusal = None
         self._link.start(self._receive)
@@ -98,7 +98,7 @@ class EngineService:
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
         """
-        if self._loop is None or isinstance(self.refusal, errors.ServiceStoppedError):
+        if self._outbox is None or isinstance(self.refusal, errors.ServiceStoppedError):
             return
         if timeout_s is None and self._link.is_process:
             timeout_s = STOP_TIMEOUT_S
@@ -284,20 +284,19 @@ class EngineService:
             before = self._num_heard
         self._link.kill(f"the engine had work and made no progress for {timeout_s:g} s, so it was ended")
 
-    def _take(self, events: Sequence[msg.Event]) -> None:
-        for event in events:
-            match event:
-                case msg.Gained():
-                    self._book(event)
-                    for output in event.outputs:
-                        self._deliver(output)
-                case msg.Answered():
-                    self._answer(event)
-                case msg.Ended():
-                    self._end(event.reason)
+    # From here on: a thread of the engine's.
 
     def _receive(self, events: Sequence[msg.Event]) -> None:
-        """Take events in a thread of the engine's; those of a loop that is closed are dropped."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take, events)
+        assert self._outbox is not None
+        self._outbox.put(call for event in events for call in self._calls(event))
+
+    def _calls(self, event: msg.Event) -> Iterator[Call]:
+        match event:
+            case msg.Gained():
+                yield partial(self._book, event)
+                for output in event.outputs:
+                    yield partial(self._deliver, output)
+            case msg.Answered():
+                yield partial(self._answer, event)
+            case msg.Ended():
+                yield partial(self._end, event.reason)

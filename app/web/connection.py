@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import anyio
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -81,23 +80,30 @@ class ClientConnection:
         return bytes(body)
 
     async def _run_while_connected(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.current_task()
+        assert answering is not None
+        is_gone = asyncio.Event()
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            is_gone.set()
+            answering.cancel()
 
         async def read_body() -> Message:
             if not unread:
                 await asyncio.Future()  # `watch` waits for the disconnect
             return unread.pop()
 
-        async with anyio.create_task_group() as group:
-
-            async def watch() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
-
-            group.start_soon(watch)
+        watching = asyncio.create_task(watch())
+        try:
             await self._app(scope, read_body, send)
-            group.cancel_scope.cancel()
+        except asyncio.CancelledError:
+            if not is_gone.is_set() or answering.uncancel() > 0:
+                raise
+        finally:
+            watching.cancel()
 
 
 def event(body: Any, name: str | None = None) -> bytes:

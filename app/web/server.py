@@ -1,23 +1,38 @@
-"""The port of the server, its start and its end."""
+"""The port of the server, its start and its end, and limits of connections that uvicorn does not have."""
 
 import asyncio
-import contextlib
 import errno
+import json
+import logging
 import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from neo_desktop.app.errors import ApiError
 
 GRACE_S = 1  # at the end, clients get this long to read their last messages.
 KEEP_ALIVE_S = 30  # a connection without a request.
+ACCEPTS_PER_TURN = 4  # of the event loop: a connection that is refused takes some turns to close.
+BACKLOG = 4096  # connections that the system holds until they are accepted.
 GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
-MAX_CONNECTIONS = 2048  # beyond them, requests get 503; more than may wait for the engine
+MAX_FILES = 4096  # open ones, connections included: enough to answer 503 beyond the queue's length
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
+LOG_PERIOD_S = 1.0  # between two lines of the log of one kind
+_BUSY = json.dumps(ApiError(503, "too many connections are open").body).encode()
+_BUSY_ANSWER = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
 
 Stop = Callable[[], Awaitable[object]]
 
@@ -52,9 +67,9 @@ def serve(app: ASGIApp, sock: socket.socket, stop: Stop, on_ready: Callable[[], 
     A second signal ends the process. `on_ready` is called once when requests are answered.
     """
     sys.setswitchinterval(GIL_SWITCH_S)
-    with contextlib.suppress(ValueError):  # the system allows less
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_CONNECTIONS + OTHER_FILES, most))
+    LimitedProtocol.max_connections = allow_connections()
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).addFilter(OncePerSecond())
     Server(app, stop, on_ready).run(sockets=[sock])
 
 
@@ -65,10 +80,10 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
-                limit_concurrency=MAX_CONNECTIONS,
+                http=LimitedProtocol,
                 ws="none",  # nothing here speaks WebSocket
                 timeout_keep_alive=KEEP_ALIVE_S,
+                backlog=ACCEPTS_PER_TURN,
                 log_config=None,
                 log_level="error",  # what clients do wrong is theirs; it must not fill the log
                 access_log=False,
@@ -82,6 +97,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
         if self._on_ready is not None:
             self._on_ready()
 
@@ -101,3 +118,97 @@ class Server(uvicorn.Server):
         self.should_exit = True
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 for clients that may be slow, but not for ever, and not in any number.
+
+    A request's head must arrive within `head_timeout_s`. A client that does not read its answer is cut off
+    after `stall_timeout_s`; one that was answered within its body may send for `linger_s` more.
+    The body itself is timed by `ClientConnection`, which can still answer.
+    """
+
+    head_timeout_s = 15.0
+    stall_timeout_s = 30.0
+    linger_s = 3.0
+    max_connections = MAX_FILES
+
+    def __init__(self, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.write(_BUSY_ANSWER)
+            transport.close()
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a part of a request."""
+        if not self.transport.is_closing():
+            super().data_received(data)
+            self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self.loop.call_later(self.linger_s, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        """The client does not read: its request waits, but only so long."""
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch_head(self) -> None:
+        # What came in while the client is idle, in HTTP's sense, is a head that is not complete.
+        is_incomplete = self.conn.their_state is h11.IDLE
+        if is_incomplete and self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+        elif not is_incomplete and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def allow_connections() -> int:
+    """Let this process have many connections, as far as the system lets it open files; return how many.
+
+    Connections leave `OTHER_FILES` files, or two thirds, to all else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    return max(num_files - OTHER_FILES, num_files // 3)
+
+
+class OncePerSecond(logging.Filter):
+    """Lets one message of a kind through per second, so that no client can fill the log.
+
+    Messages are of one kind if they have exceptions of one type, or the same text before its arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_s: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
+        kind = (record.name, error or record.msg)
+        now_s = time.monotonic()
+        if now_s < self._last_s.get(kind, float("-inf")) + LOG_PERIOD_S:
+            return False
+        self._last_s[kind] = now_s
+        return True

@@ -114,8 +114,13 @@ def test_help_says_what_the_engine_says_of_its_options() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["serve", "--gpu-memory", "0"], "0 is out of range: give at least 0.001 GiB"),
+        (["serve", "--port", "99999"], "99999 is out of range: give at most 65535"),
+        (["serve", "--port", "abc"], "'abc' is not a whole number"),
+        (["serve", "--cpu-cache-tokens", "-1"], "-1 is out of range: give at least 0 tokens"),
         (["serve", "--policy", "fast"], "policy 'fast' is unknown; choose one of: gpu-only"),
         (["serve", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["bench", "--requests", "0"], "0 is out of range: give at least 1"),
         (["simulate"], "for --gpu: name a GPU"),
     ],
 )
@@ -123,3 +128,5 @@ def test_wrong_values_are_explained_in_words_of_this_program(arguments: list[str
     result = CliRunner().invoke(program, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert said in result.output
+    assert "Input should" not in result.output
+    assert "Value error" not in result.output

@@ -15,7 +15,7 @@ from neo_desktop.app.engines.limits import ServerLimits
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import UnreadError
 from neo_desktop.app.web import connection
-from neo_desktop.app.web import server as web_server
+from neo_desktop.app.web.server import LimitedProtocol
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import RunningServer, eventually, is_idle, running
@@ -47,9 +47,41 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
     return received
 
 
+def drip(client: socket.socket, data: bytes) -> None:
+    """Send small pieces until the server closes the connection."""
+    for _ in range(3000):
+        client.sendall(data)
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "stall_timeout_s", 0.3)
+    monkeypatch.setattr(LimitedProtocol, "linger_s", 0.3)
     monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.3)
+
+
+@pytest.fixture
+def quick_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "head_timeout_s", 0.3)
+
+
+@pytest.mark.usefixtures("quick_heads")
+@pytest.mark.parametrize("beginning", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX"])
+def test_a_head_that_does_not_come_is_not_waited_for(server: RunningServer, beginning: bytes) -> None:
+    clients = [connect(server) for _ in range(70)]
+    for client in clients:
+        client.sendall(beginning)
+    assert [read_to_end(client) for client in clients] == [b""] * 70
+    eventually(lambda: not server.server.server_state.connections)
+
+
+@pytest.mark.usefixtures("quick_heads")
+def test_a_head_that_drips_is_not_waited_for(server: RunningServer) -> None:
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            drip(client, b"X: y\r\n")
 
 
 @pytest.mark.usefixtures("quick")
@@ -57,6 +89,15 @@ def test_a_body_that_does_not_come_is_refused(server: RunningServer) -> None:
     with connect(server) as client:
         client.sendall(HEAD % 100 + b'{"prompt":')
         assert read_to_end(client).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_goes_on_sending_after_the_answer_is_cut_off(server: RunningServer) -> None:
+    with connect(server) as client:
+        client.sendall(HEAD.replace(b"127.0.0.1", b"evil.example") % 10**9)
+        assert client.recv(65536).startswith(b"HTTP/1.1 403")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            drip(client, b"x")
 
 
 def test_an_idle_connection_may_wait_for_its_next_request(server: RunningServer) -> None:
@@ -67,10 +108,8 @@ def test_an_idle_connection_may_wait_for_its_next_request(server: RunningServer)
             time.sleep(0.05)
 
 
-def test_a_client_that_does_not_read_stalls_alone(
-    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neo_desktop.app.engines.generation, "MAX_UNREAD_OUTPUTS", 1000)
+@pytest.mark.usefixtures("quick")
+def test_who_does_not_read_stalls_alone_and_is_cut_off(server: RunningServer, http: httpx.Client) -> None:
     # The answer is larger than the system's socket buffer.
     with connect(server) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -79,7 +118,8 @@ def test_a_client_that_does_not_read_stalls_alone(
         client.sendall(HEAD % len(content) + content)
         eventually(lambda: bool(server.service._generations))
         assert http.get("/health").is_success
-        eventually(lambda: is_idle(server.service))  # it is given up
+        eventually(lambda: not server.server.server_state.connections or is_idle(server.service))
+        eventually(lambda: len(server.server.server_state.connections) <= 1)  # the other client's
     assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).is_success
 
 
@@ -155,16 +195,17 @@ def test_a_request_that_takes_too_long_ends(
     eventually(lambda: is_idle(strict.service))
 
 
-def test_connections_are_limited(executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 3)
-    with running(make_engine(executor)) as server:
-        clients = [connect(server) for _ in range(3)]
-        eventually(lambda: len(server.server.server_state.connections) == 3)
-        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).status_code == 503
-        for client in clients:
-            client.close()
-        eventually(lambda: not server.server.server_state.connections)
-        assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).is_success
+def test_connections_are_limited(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedProtocol, "max_connections", 3)
+    clients = [connect(server) for _ in range(3)]
+    eventually(lambda: len(server.server.server_state.connections) == 3)
+    with connect(server) as one_more:
+        assert read_to_end(one_more).startswith(b"HTTP/1.1 503")
+    clients[0].close()
+    eventually(lambda: len(server.server.server_state.connections) == 2)
+    assert httpx.get(f"{server.url}/health", trust_env=False, timeout=30).is_success
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize("path", ["/health", "/stats", "/v1/models"])

@@ -1,11 +1,13 @@
 """The port, and the end of the server."""
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from neo_desktop.app.web.server import PortError, claim_port
 
-from .conftest import RunningServer, running
+from .conftest import RunningServer, eventually, running
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
 PROGRAM = """
@@ -123,6 +125,33 @@ def program(prepare: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("limit", [64, 200])
+def test_idle_connections_leave_files_to_the_engine(tmp_path: Path, limit: int) -> None:
+    log = tmp_path / "log"
+    lower = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); "
+        f"import sys; sys.stderr = open({str(log)!r}, 'w', buffering=1)"
+    )
+    with program(lower) as (_, url):
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with ExitStack() as connections:
+            for _ in range(5 * limit):
+                connections.enter_context(socket.create_connection(address, timeout=30))
+            answer = httpx.get(f"{url}/health", trust_env=False, timeout=30)
+            assert answer.status_code == 503
+            assert "too many connections" in answer.text
+            time.sleep(1)
+
+        def is_well() -> bool:
+            return httpx.get(f"{url}/health", trust_env=False, timeout=30).is_success
+
+        eventually(is_well)
+        assert httpx.post(
+            f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False, timeout=30
+        ).is_success
+    assert len(log.read_text().splitlines()) < 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
