@@ -147,14 +147,19 @@ class Iterations:
         if plan is None:
             return
         starts = plan.stays_on_device and self._under_way[0][0].stays_on_device
+        if starts:
+            plan = self._scheduler.begin()
         try:
             if starts:
-                self._start(self._scheduler.begin())
+                self._start(plan)
             else:
                 self.executor.prepare(plan)
         except Exception as error:  # it recurs when the iteration starts in order
             if is_lost(error):
                 raise
+            logger.debug(
+                "an iteration cannot be %s", "started ahead" if starts else "prepared", exc_info=error
+            )
             if starts:
                 self._scheduler.take_back()
 

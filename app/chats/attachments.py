@@ -98,8 +98,9 @@ async def _pdf_text(name: str, content: bytes, readers: asyncio.Semaphore) -> st
     """Read a PDF in a process of its own, with little memory and time: PDFs are programs, and not ours."""
     program = [sys.executable, "-m", "neo_desktop.app.chats.pdf_text"]
     try:
-        async with readers, asyncio.timeout(PDF_TIMEOUT_S):
-            done = await anyio.run_process(program, input=content, stderr=subprocess.DEVNULL, check=False)
+        async with readers:
+            with anyio.fail_after(PDF_TIMEOUT_S):  # cancels again until the process has been killed
+                done = await anyio.run_process(program, input=content, stderr=subprocess.DEVNULL, check=False)
     except TimeoutError:
         raise ApiError(415, f"{name} takes too long to read: attach its text") from None
     try:

@@ -132,9 +132,8 @@ class ProgramBuilder:
         members = BatchMembers.of_all(plan, tiers)
         blocks = streamed_blocks(plan, self._storage.block_size) if self._swaps is not None else NO_BLOCKS
         graph_key = GraphKey.of(members, tiers, blocks, has_copies=bool(plan.copies))
-        memory = self._workspace.memory(graph_key.rounded() if for_graphs else graph_key)
-        if for_graphs and not memory.is_fixed:
-            memory = self._workspace.memory(graph_key)
+        rounded = (graph_key.rounded(),) if for_graphs else ()
+        memory = self._workspace.memory(*rounded, graph_key)
         self._transfers.begin()
         parts = zip(memory.parts, members, strict=True)
         extras = [self._fill(part, each, rows_of_tokens) for part, each in parts]

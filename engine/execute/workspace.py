@@ -129,12 +129,17 @@ class Workspace:
         self.fits_graphs = suits_graphs(self._staged, device)
         self._known: dict[tuple[GraphKey, int], BatchMemory] = {}
 
-    def memory(self, graph_key: GraphKey) -> BatchMemory:
-        """Return the working memory for an iteration of these sizes; all sizes share the same memory.
+    def memory(self, *graph_keys: GraphKey) -> BatchMemory:
+        """Return the working memory of the first of these sizes that fits fixed memory, else of the last.
 
-        Input buffers alternate: the iteration after the next one reuses them.
+        All sizes share the same memory. Input buffers alternate: the iteration after the next one reuses
+        them.
         """
         self._turn = (self._turn + 1) % len(self._staged)
+        memories = (self._memory(graph_key) for graph_key in graph_keys)
+        return next(memory for n, memory in enumerate(memories, 1) if memory.is_fixed or n == len(graph_keys))
+
+    def _memory(self, graph_key: GraphKey) -> BatchMemory:
         known = self._known.get((graph_key, self._turn))
         if known is None:
             known = self._views(graph_key)

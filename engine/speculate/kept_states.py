@@ -105,7 +105,8 @@ class KeptStates:
         name, run = request.request_id, self._runs.get(request.request_id)
         if run is None or not run.is_of(request) or not run.first <= position <= run.end:
             self._runs = {each: kept for each, kept in self._runs.items() if not kept.request.is_finished}
-            self._runs[name] = Run(request, position, states)
+            if name in self._runs or len(self._runs) < self._most_requests:
+                self._runs[name] = Run(request, position, states)
             return
         spare = int(SPARE * self._most_tokens)
         if position + len(states) - run.first > self._most_tokens + spare:  # nothing reads them

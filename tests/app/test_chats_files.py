@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pypdf import PdfWriter
 
@@ -207,6 +208,17 @@ def test_what_cannot_be_read_says_why(name: str, content: bytes, status: int, re
     with pytest.raises(ApiError, match=re.escape(reason)) as refused:
         asyncio.run(attachments.read_file(name, content, asyncio.Semaphore(1)))
     assert refused.value.status == status
+
+
+def test_a_reader_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader = tmp_path / "reader"
+    reader.write_text("#!/bin/sh\nexec sleep 600\n")
+    reader.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(reader))
+    monkeypatch.setattr(attachments, "PDF_TIMEOUT_S", 0.5)
+    with pytest.raises(ApiError, match="takes too long to read"):
+        asyncio.run(attachments.read_file("paper.pdf", make_pdf("A page"), asyncio.Semaphore(1)))
+    assert "sleep" not in {child.name() for child in psutil.Process().children()}
 
 
 def test_a_pdf_bomb_costs_little_and_the_server_lives_on(chats: ChatClient) -> None:

@@ -218,6 +218,8 @@ def test_hidden_states_that_are_kept_are_the_newest_ones(
     assert kept.wanted(others[0], len(prompt), 1) == 1
     kept.keep(others[0], 0, np.zeros((1, 1), np.float32))
     assert kept.wanted(others[1], len(prompt), 1) == 0
+    kept.keep(others[1], 0, np.zeros((1, 1), np.float32))  # prompts of one iteration are asked for together
+    assert len(kept._runs) == 2
     kept.stop()
     kept.keep(others[0], 0, np.zeros((1, 1), np.float32))  # of an iteration that ran meanwhile
     assert kept.run_of(others[0]) is None
