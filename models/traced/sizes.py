@@ -120,6 +120,7 @@ class TracedSpec:
 
     @property
     def all_matrices(self) -> tuple[FusedSizes, ...]:
+        """Matrices of layers and experts, and the head."""
         return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 
