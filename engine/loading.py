@@ -11,11 +11,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import (
-    PageableError,
-    check_weight_pages,
-    weight_bytes,
-)
+from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.fallbacks import fallbacks

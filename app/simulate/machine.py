@@ -76,7 +76,7 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     try:
         if layer is not None:
             with suppress(MemoryError):  # it is not used
-                _, _, free, *_ = plan_beside(layer, dtype, device, engine, free, planned)
+                free = plan_beside(layer, dtype, device, engine, free, planned).free
         own_gpu = replace(gpu, memory_bytes=free.device_bytes)  # without the layer's memory
         own_host = replace(host, memory_bytes=free.host_bytes)
         plan = planned(engine, free)

@@ -136,8 +136,11 @@ class Workspace:
         them.
         """
         self._turn = (self._turn + 1) % len(self._staged)
-        memories = (self._memory(graph_key) for graph_key in graph_keys)
-        return next(memory for n, memory in enumerate(memories, 1) if memory.is_fixed or n == len(graph_keys))
+        for graph_key in graph_keys:
+            memory = self._memory(graph_key)
+            if memory.is_fixed:
+                break
+        return memory
 
     def _memory(self, graph_key: GraphKey) -> BatchMemory:
         known = self._known.get((graph_key, self._turn))

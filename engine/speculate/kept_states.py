@@ -84,14 +84,18 @@ class KeptStates:
         """
         if not request.params.speculation or request.is_pooled:
             return 0
-        if request.request_id not in self._runs and len(self._runs) >= self._most_requests:
-            self._runs = {name: run for name, run in self._runs.items() if not run.request.is_finished}
-            if len(self._runs) >= self._most_requests:
-                return 0
+        if not self._has_room(request):
+            return 0
         first = len(request.token_ids) - self._most_tokens
         if request.images is not None:  # the drafter knows texts; hidden states hold what images tell
             first = max(first, int(request.images.positions[-1]))
         return max(min(num_tokens, end - first), 0)
+
+    def _has_room(self, request: Request) -> bool:
+        """Return True if the request has a run or may get one; drop the runs of requests that ended."""
+        if request.request_id not in self._runs:
+            self._runs = {name: run for name, run in self._runs.items() if not run.request.is_finished}
+        return request.request_id in self._runs or len(self._runs) < self._most_requests
 
     def stop(self) -> None:
         """Drop all hidden states, and keep no more."""
@@ -104,8 +108,7 @@ class KeptStates:
             return
         name, run = request.request_id, self._runs.get(request.request_id)
         if run is None or not run.is_of(request) or not run.first <= position <= run.end:
-            self._runs = {each: kept for each, kept in self._runs.items() if not kept.request.is_finished}
-            if name in self._runs or len(self._runs) < self._most_requests:
+            if self._has_room(request):
                 self._runs[name] = Run(request, position, states)
             return
         spare = int(SPARE * self._most_tokens)

@@ -14,7 +14,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.family import Family, Values
-from neo_desktop.models.gguf.tensors import GGUFTensor, joined
+from neo_desktop.models.gguf.tensors import GGUFTensor, halves_apart, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import StoredTensor
@@ -136,17 +136,13 @@ class TensorNames:
         if family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm":
             undo = _without_one
         for name, own, order in targets:
-            _check(file, own)
+            _check(file, own, self._config.head_dim if is_rotated else 1)
             if part is not None and part.is_transposed:
                 yield name, _transposed(file, own)
                 continue
-            tensor = GGUFTensor(
-                file,
-                own,
-                _halves_apart(file, own, self._config.head_dim) if is_rotated else order,
-                undo,
-            )
-            yield name, self._shaped(name, tensor)
+            heads = own.shape[0] // self._config.head_dim
+            rows = halves_apart(own.shape[0], heads) if is_rotated else order
+            yield name, self._shaped(name, GGUFTensor(file, own, rows, undo))
 
     def of(self, place: TensorPlace) -> list[Target]:
         """Return the parameters in a tensor; none: the model lacks it."""
@@ -198,12 +194,6 @@ def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:
         )
     if len(place.shape) == 1 and place.type.dtype is None:
         raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
-
-
-def _halves_apart(file: GGUFFile, place: TensorPlace, head_dim: int) -> Tensor:
-    """Return the order in which RoPE pairs row i with i + head_dim / 2; the file pairs neighbours."""
-    _check(file, place, head_dim)
-    return torch.arange(place.shape[0]).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:

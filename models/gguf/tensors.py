@@ -110,6 +110,14 @@ def joined(name: str, parts: Sequence[GGUFTensor]) -> StoredTensor:
     )
 
 
+def halves_apart(rows: int, heads: int) -> Tensor:
+    """Return the order of queries' or keys' rows in which RoPE pairs i with i + head_dim / 2.
+
+    The file pairs neighbours.
+    """
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
 def _in_order(parts: Sequence[GGUFTensor], pieces: Sequence[Rows]) -> Rows:
     start = 0
     for part, own in zip(parts, pieces, strict=True):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from neo_desktop.models.gguf.family import Values
+from neo_desktop.models.gguf.tensors import halves_apart
 from neo_desktop.models.gguf.tower_file import TowerFile
 from neo_desktop.models.json_file import ModelError
 
@@ -167,8 +168,7 @@ def _longest(own: TowerFile) -> Values:
 
 def _in_halves(own: TowerFile, rows: Tensor) -> Tensor:
     """Return the rows of queries or keys where RoPE pairs i with i + head_dim / 2."""
-    pairs = rows.view(own.size("attention.head_count"), -1, 2, rows.shape[-1])
-    return pairs.transpose(1, 2).reshape(rows.shape)
+    return rows[halves_apart(len(rows), own.size("attention.head_count"))]
 
 
 def _gemma4(own: TowerFile, text: Values) -> Values:
