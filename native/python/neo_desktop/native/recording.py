@@ -42,6 +42,11 @@ class _OtherWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     exists = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, for seconds."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
