@@ -109,14 +109,6 @@ def with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, in
     return rows
 
 
-def divides_experts(config: ModelConfig, plan: WeightPlan | None) -> bool:
-    """Return True if a plan puts experts into host memory."""
-    if plan is None or config.experts is None:
-        return False
-    count, layers = config.experts.count, config.experts.layers
-    return any(plan.resident_rows[f"{layer}.{EXPERTS}"] < count for layer in layers)
-
-
 def slotted_experts(
     config: ModelConfig, form: WeightFormat, matrices: Mapping[str, Sizes], plan: WeightPlan
 ) -> list[tuple[Sizes, int]]:

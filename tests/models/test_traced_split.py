@@ -13,7 +13,6 @@ from torch import Tensor
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.predict.weight_plan import layer_matrices, least_gpu_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear.dense import DENSE, Dense
@@ -148,26 +147,3 @@ def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
         assert found[-1].shape == (rows, last.linear.columns)
     places = [each.untyped_storage().data_ptr() for each in found]
     assert places[0] != places[1] == places[2]
-
-
-def test_experts_stay_on_the_device(tmp_path: Path) -> None:
-    """All other matrices of a traced mixture are divided; tokens agree with transformers."""
-    path = save(tmp_path, *FAMILIES["olmoe"])
-    prompt = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = read_traced(path)
-    experts = {name for name, matrix in config.each_matrix() if matrix.experts}
-    assert len(experts) == 3 * config.num_layers
-    assert layer_matrices(config, PLAIN, torch.float32).keys() == config.matrices.keys() - experts - {"head"}
-    least = least_gpu_bytes(config, PLAIN, torch.float32)
-    with Engine.from_pretrained(
-        path,
-        device="cpu",
-        gpu_weights_gib=(least + 2**16) / 2**30,
-        gpu_cache_tokens=320,
-        cpu_cache_tokens=320,
-        max_batch_tokens=32,
-        max_batch_requests=8,
-    ) as engine:
-        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        (output,) = engine.generate([prompt], params)
-    assert list(output.token_ids) == transformers_greedy(path, prompt, 12)
