@@ -46,7 +46,7 @@ COLUMNS = {
 class Product:
     """A matmul with an offloaded matrix."""
 
-    name: str  # one of `TURN`
+    name: str  # one of `Stages.turn`
     linear: OffloadedLinear
     x: Tensor  # [n, columns], contiguous
     out: Tensor  # [n, rows]

@@ -64,7 +64,6 @@ class Stages:
     turn: tuple[str, ...] = (TURN[0], EXPERTS, *TURN[1:])
     """Names of the cuts of a turn that the CPU takes part in, in order; see `offloaded_matrices`."""
     ends_with_states = False  # True if a recurrent layer follows the last attention
-    writes_in_place = True  # True if stages write only to the given memory, as CUDA graphs require
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Stages:
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
-        """The offloaded matrices, by stage and by name in `TURN`, in the order of their use."""
+        """The offloaded matrices, by stage and by name in `turn`, in the order of their use."""
         return {
             (index, op.offloaded[0]): op.offloaded[1]
             for index, ops in enumerate(self._ops)

@@ -1,13 +1,11 @@
 """A stage's code, cut at its offloaded matmuls and experts."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.ops import EXPERTS
@@ -16,8 +14,6 @@ from neo_desktop.models.traced.fused import Product
 
 Named = tuple[str, OffloadedLinear | MoE]
 """A cut's name in `Stages.turn`, and what it computes with."""
-Place = tuple[int, int]
-"""Sorts the cuts of a turn: index in `TURN` and -1 of a matmul, index and number of experts after it."""
 
 
 class Segments:
@@ -69,10 +65,9 @@ class Segments:
 def segments(pieces: Sequence[fx.GraphModule]) -> tuple[dict[int, Segments], tuple[str, ...]]:
     """Cut the code of stages before and after offloaded matmuls, and experts in host memory.
 
-    Offloaded matmuls get names of `TURN` by their order: the last one before an attention is "qkv". All
-    matmuls with one name must have the same width. Other matmuls, and surplus ones, are not cut out: the
-    stage computes them without overlap. A hybrid's stage may have several mixtures of experts. Names of
-    experts are chosen so that every stage has its names in one order, the order of a turn.
+    A hybrid's stage may have many of both. Cuts get names by their number in the stage, and matmuls by their
+    width as well, because the CPU's matmuls of one name share memory. So all stages have their names in one
+    order.
 
     Args:
         pieces: all stages, in order.
@@ -80,42 +75,28 @@ def segments(pieces: Sequence[fx.GraphModule]) -> tuple[dict[int, Segments], tup
     Returns:
         Stage index -> segments, for the stages with cuts; and the names of a turn, see `Stages.turn`.
     """
-    named = [_named(piece, is_last=piece is pieces[-1]) for piece in pieces]
-    widths: dict[Place, Counter[int]] = defaultdict(Counter)
-    for cuts in named:
-        for place, part in cuts.values():
-            if isinstance(part, OffloadedLinear):
-                widths[place][part.columns] += 1
-    usual = {place: counts.most_common(1)[0][0] for place, counts in widths.items()}
-    names = {(index, -1): name for index, name in enumerate(TURN)}
-    of_experts = sorted({place for cuts in named for place, _ in cuts.values()} - names.keys())
-    names |= {place: f"{EXPERTS} {number}" for number, place in enumerate(of_experts, 1)}
+    cuts = [{node: (place, part) for place, node, part in _cuts(piece)} for piece in pieces]
+    places = sorted({place for of_stage in cuts for place, _ in of_stage.values()})
+    names = {
+        (number, width): f"matmul {number} of width {width}" if width else f"{EXPERTS} {number}"
+        for number, width in places
+    }
     found = {}
-    for index, (piece, cuts) in enumerate(zip(pieces, named, strict=True)):
-        own = {
-            node: (names[place], part)
-            for node, (place, part) in cuts.items()
-            if isinstance(part, MoE) or part.columns == usual[place]
-        }
-        if own:
-            found[index] = Segments(piece, own)
-    return found, tuple(names[place] for place in sorted(names))
+    for index, (piece, of_stage) in enumerate(zip(pieces, cuts, strict=True)):
+        if of_stage:
+            named = {node: (names[place], part) for node, (place, part) in of_stage.items()}
+            found[index] = Segments(piece, named)
+    return found, tuple(names.values())
 
 
-def _named(piece: fx.GraphModule, *, is_last: bool) -> dict[fx.Node, tuple[Place, OffloadedLinear | MoE]]:
-    """Return a stage's offloaded matmuls with a name, and its experts in host memory, with their places."""
-    modules = {node: piece.get_submodule(node.target) for node in piece.graph.find_nodes(op="call_module")}
-    linears = [node for node, module in modules.items() if isinstance(module, Product)]
-    shift = 0 if is_last else len(TURN) - len(linears)  # of a matmul's number to its index in TURN
-    numbers = {node: number + shift for number, node in enumerate(linears) if 0 <= number + shift < len(TURN)}
-    found: dict[fx.Node, tuple[Place, OffloadedLinear | MoE]] = {}
-    place = (-1, 0)  # of the next experts
-    for node, module in modules.items():
-        if node in numbers:
-            place = (numbers[node], 0)
-            if isinstance(module.linear, OffloadedLinear):
-                found[node] = (numbers[node], -1), module.linear
+def _cuts(piece: fx.GraphModule) -> Iterator[tuple[tuple[int, int], fx.Node, OffloadedLinear | MoE]]:
+    """Yield number and width (of experts 0), node, and matrix or experts of a stage's cuts, in order."""
+    number = 0
+    for node in piece.graph.find_nodes(op="call_module"):
+        module = piece.get_submodule(node.target)
+        if isinstance(module, Product) and isinstance(module.linear, OffloadedLinear):
+            number += 1
+            yield (number, module.linear.columns), node, module.linear
         elif isinstance(module, ExpertsProduct) and module.moe.on_host is not None:
-            found[node] = place, module.moe
-            place = (place[0], place[1] + 1)
-    return found
+            number += 1
+            yield (number, 0), node, module.moe

@@ -16,8 +16,7 @@ from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.ops import DividedExperts
-from neo_desktop.models.ops import Product as OffloadedProduct
+from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.recurrent import RecurrentBatch, fresh_batch
 from neo_desktop.models.stages import Stages, Step
 from neo_desktop.models.state import Scratch, State
@@ -25,7 +24,6 @@ from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
-from neo_desktop.models.traced.fused import Product
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.patterns import fused_pieces
@@ -83,13 +81,6 @@ class TracedStages(Stages):
         if decoder.has_splits:
             self._segments, self.turn = segments(pieces[1:])
         self._rooms = _Rooms()
-        # Graphs have no other offloaded matmuls: they wait for the CPU.
-        offloaded = sum(
-            isinstance(module, Product) and isinstance(module.linear, OffloadedLinear)
-            for piece in pieces[1:]
-            for module in piece.modules()
-        )
-        self.writes_in_place = offloaded == len(self.offloaded_matrices)
 
     def _use(self, pieces: list[fx.GraphModule], *, with_programs: bool = True) -> None:
         codes: list[Code] = [piece.forward for piece in pieces]
@@ -251,7 +242,7 @@ class TracedStages(Stages):
                 yield Step(partial(run_to, node, before, into, out), DividedExperts(name, part, x, room, out))
             else:
                 x, out = self._rooms.of(part.columns, part.rows, state)
-                yield Step(partial(run_to, node, before, (x,), out), OffloadedProduct(name, part, x, out))
+                yield Step(partial(run_to, node, before, (x,), out), Product(name, part, x, out))
             before = node
         yield Step(partial(end, before), None)
 

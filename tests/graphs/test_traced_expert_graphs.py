@@ -1,4 +1,4 @@
-"""Traced models with experts in host memory, in graphs on streams of any order; experts may move."""
+"""Traced models with weights and experts in host memory, in graphs on streams; experts may move."""
 
 import random
 from pathlib import Path
@@ -8,8 +8,10 @@ import torch
 from expert_churn import NO_LIMIT, churning
 from graph_case import BLOCK_SIZE, make_executor
 from imitated_streams import ImitatedBackend
+from offloaded_case import random_split
 from pipeline_case import FewPrompts, check_result
 from recurrent_models import RECURRENT
+from split_models import divided
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.execute import expert_moves
@@ -33,16 +35,17 @@ def loaded(folder: Path, form: OffloadedFormat | Dense) -> Decoder:
 
 
 def with_experts_apart(folder: Path, seed: int, share: float, moves: MoveBudget | None) -> Decoder:
-    """Return a model with any number of experts per layer on the device, and all other matrices."""
+    """Return a model with any number of experts per layer and any other rows on the device."""
     config, rng = read_traced(folder), random.Random(seed)
     assert config.experts is not None
     counts = {str(layer): rng.choice((1, 4) if moves else (0, 1, 4)) for layer in config.experts.layers}
-    resident = {
+    resident = dict(random_split(config, seed, device_form=PLAIN, host_form=DENSE).resident_rows)
+    resident |= {
         name: counts[name.partition(".")[0]] * matrix.rows // matrix.experts
         for name, matrix in config.each_matrix()
         if matrix.experts
     }
-    model = loaded(folder, OffloadedFormat(PLAIN, DENSE, resident, moves=moves))
+    model = divided(loaded(folder, OffloadedFormat(PLAIN, DENSE, resident, moves=moves)), seed, None)
     model.streamed_experts = StreamedShares((1,), (share,))
     return model
 

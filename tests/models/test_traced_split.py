@@ -21,7 +21,6 @@ from neo_desktop.models.ops import Product
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.stages import Step
 from neo_desktop.models.state import Scratch, State
-from neo_desktop.models.traced import segments
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.decoder import TracedDecoder
 
@@ -115,21 +114,6 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     assert [list(each.token_ids) for each in outputs] == [
         transformers_greedy(folder, prompt, 12) for prompt in prompts
     ]
-
-
-@pytest.mark.sample(0)
-def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages have more matmuls than names, and one name would stand for matrices of two widths."""
-    monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
-    token_ids = torch.arange(3, 20)
-    whole, config = load(folder), read_traced(folder)
-    model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
-    places = stages_of(model, None).offloaded_matrices
-    assert {name for _, name in places} <= {"down", "qkv"}
-    for name in ("down", "qkv"):
-        assert len({split.columns for (_, other), split in places.items() if other == name}) <= 1
-    expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
-    torch.testing.assert_close(logits_in_steps(model, token_ids, 0.4), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.sample(0)
