@@ -98,13 +98,12 @@ class ModelRunner(Executor):
         self._timeline = timeline
         self._timeout = timeout
         self._watch = timeout.watch()  # watchdog of the current iteration
-        can_have_graphs = uses_gpu and stages.writes_in_place
         # Without a GPU, iterations of decodes are recorded if no other lane takes part; see `graphs`.
         takes_lanes = model.has_splits or any(tier.is_remote or tier.is_streamed for tier in storage.tiers)
         self._records = not (uses_gpu or stages.is_part or takes_lanes)
-        self._has_graphs = can_have_graphs and fallbacks.level("graphs") != "eager"
+        self._has_graphs = uses_gpu and fallbacks.level("graphs") != "eager"
         # All ranks reduce the same rows, so every rank rounds them up, with or without graphs of its own.
-        self._always_rounds = can_have_graphs and stages.is_part
+        self._always_rounds = uses_gpu and stages.is_part
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
             self._workspace = Workspace(

@@ -62,6 +62,7 @@ class _Lowering(RowBuffers):
             "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype),
             "rotation": Value.new(COS, (config.rotation_width,), 0, torch.float32),
             "recurrent": None,
+            "room": None,
             "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype),
         }
         for node in self._piece.graph.nodes:
