@@ -13,6 +13,7 @@ from neo_desktop.models.recurrent import Spans
 __all__ = [
     "add_rms_norm",
     "choose_experts",
+    "choose_tokens",
     "multiply_experts",
     "rope",
     "rope_append",
@@ -24,6 +25,7 @@ __all__ = [
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul
+choose_tokens = native.choose_tokens
 
 
 def scan_state(

@@ -23,6 +23,9 @@ scan_state = recurrent.scan_state
 short_convolution = recurrent.short_convolution
 
 
+NO_TOKEN = -1  # replaces a token if the logits are not finite
+
+
 class Store(NamedTuple):
     """Destination of a layer's keys and values; see `rope_append`."""
 
@@ -55,6 +58,10 @@ class Operators(Protocol):
     @property
     def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
         """SwiGLU's activation."""
+
+    @property
+    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]:
+        """The most probable tokens."""
 
     @property
     def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
@@ -153,6 +160,16 @@ def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
     write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
+
+
+def choose_tokens(logits: Tensor, out: Tensor) -> None:
+    """Write each row's most probable token to `out` [rows] int64, or `NO_TOKEN`.
+
+    Args:
+        logits: [rows, vocab]
+    """
+    largest, tokens = logits.max(dim=-1)
+    out.copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:

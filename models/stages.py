@@ -194,6 +194,10 @@ class Stages:
         eps = self.config.rms_norm_eps
         self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, eps, out)
 
+    def choose(self, logits: Tensor, out: Tensor) -> None:
+        """Choose the most probable tokens, see `operators.choose_tokens`."""
+        self._operators.choose_tokens(logits, out)
+
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
         """Write scores [m, vocab] of the next token to `out`, and return them.
 

@@ -15,7 +15,6 @@ from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.workspace import Workspace
-from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
 
@@ -138,16 +137,10 @@ class OutputHead:
             first += len(rows)
 
     def _choose(self, rows: int) -> None:
-        """Choose tokens greedily; other sampling methods read the logits.
-
-        A CUDA graph chooses for every iteration that it serves.
-        """
+        """Choose tokens greedily; other sampling methods read the logits."""
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
-        if not (workspace.is_staged or self.outputs.are_chosen):
-            return
-        largest, tokens = logits.max(dim=-1)
-        workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
+        self._stages.choose(logits, workspace.tokens[:rows])
 
     def _sample(self) -> None:
         self.outputs.start(self._last_states)

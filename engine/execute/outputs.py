@@ -16,7 +16,8 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.execute.workspace import Workspace
-from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
+from neo_desktop.engine.sampler import is_plain, start_sampling
+from neo_desktop.models.operators import NO_TOKEN
 from neo_desktop.models.stages import Stages
 
 
@@ -56,11 +57,6 @@ class Outputs:
         has_room = max(self._chosen_rows or 0, len(rows)) <= len(workspace.latest)
         # request ID -> row of its token in `Workspace.latest` after this iteration.
         self.rows_of_tokens: Mapping[str, int] = dict(zip(self._names, rows, strict=True)) if has_room else {}
-
-    @property
-    def are_chosen(self) -> bool:
-        """True if the tokens are those that the program's graph chooses."""
-        return self._chosen_rows is not None
 
     @property
     def count(self) -> int:

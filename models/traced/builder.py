@@ -125,13 +125,20 @@ class Builder:
             results = (*heads, *carried)
         return self._compiled(graph, results)
 
-    def head(self) -> Code:
-        """Return the code of the scores, from the input of the head."""
+    def head(self) -> tuple[Code, Linear | None]:
+        """Return the code of the scores, from the input of the head, and their matrix if there is nothing else."""
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._cut.normed] = graph.placeholder("normed")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
         self._copy(graph, self._cut.head, known, rows)
-        return self._compiled(graph, known[self._cut.scores]).forward
+        module = self._compiled(graph, known[self._cut.scores])
+        used = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+        only = (
+            module.get_submodule(str(used[0].target))
+            if [node.op for node in used] == ["call_module"]
+            else None
+        )
+        return module.forward, only.linear if isinstance(only, Product) else None
 
     def rotation(self, sines: Collection[fx.Node] = ()) -> Code:
         """Return the code of the position-dependent values that stages read.

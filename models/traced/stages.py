@@ -75,7 +75,7 @@ class TracedStages(Stages):
             self._rotate = builder.rotation()
             pieces = [builder.piece(index) for index in range(count)]
             self._use(pieces, with_programs=False)
-        self._head = builder.head()
+        self._head, self._head_matrix = builder.head()
         self.ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
         self._segments: dict[int, Segments] = {}  # by stage index; empty without cuts
         if decoder.has_splits:
@@ -262,6 +262,8 @@ class TracedStages(Stages):
         out.copy_(state.x)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
+        if self._head_matrix is not None:
+            return self._head_matrix.multiply(normed, out)
         return out.copy_(self._head(normed[None])[0])  # CUDA graphs need a fixed place
 
 

@@ -43,6 +43,7 @@ from neo_desktop.native.hardware import (
 )
 from neo_desktop.native.operators import (
     add_rms_norm,
+    choose_tokens,
     rope,
     silu_mul,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
+    "choose_tokens",
     "cpu_features",
     "default_isa",
     "default_num_threads",
