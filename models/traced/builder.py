@@ -126,18 +126,16 @@ class Builder:
         return self._compiled(graph, results)
 
     def head(self) -> tuple[Code, Linear | None]:
-        """Return the code of the scores, from the input of the head, and their matrix if there is nothing else."""
+        """Return the code of the scores from the input of the head, and the matrix if it is a matmul alone."""
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._cut.normed] = graph.placeholder("normed")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
         self._copy(graph, self._cut.head, known, rows)
         module = self._compiled(graph, known[self._cut.scores])
         used = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-        only = (
-            module.get_submodule(str(used[0].target))
-            if [node.op for node in used] == ["call_module"]
-            else None
-        )
+        if len(used) > 1 or used[0].op != "call_module":
+            return module.forward, None
+        only = module.get_submodule(str(used[0].target))
         return module.forward, only.linear if isinstance(only, Product) else None
 
     def rotation(self, sines: Collection[fx.Node] = ()) -> Code:
