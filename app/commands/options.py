@@ -13,6 +13,7 @@ import typer
 from neo_desktop.app.commands.terminal import set_up_logging
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions, Option
 
+
 @contextmanager
 def _blaming(flag: str) -> Iterator[None]:
     """Let a ValueError name the option that is wrong."""

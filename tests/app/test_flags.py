@@ -119,7 +119,7 @@ def test_help_says_what_the_engine_says_of_its_options() -> None:
         (["serve", "--port", "abc"], "'abc' is not a whole number"),
         (["serve", "--cpu-cache-tokens", "-1"], "-1 is out of range: give at least 0 tokens"),
         (["serve", "--policy", "fast"], "--policy 'fast' is unknown; choose one of: gpu-only"),
-        (["serve", "--gpu-weights", "1", "--tensor-parallel", "2"], "--gpu-weights does not go with --tensor-p"),
+        (["serve", "--gpu-weights", "1", "--tensor-parallel", "2"], "--gpu-weights does not go with"),
         (["serve", "--trace-timeline", "/nowhere/file"], "--trace-timeline needs the name of a file"),
         (["serve", "--models-dir", "/nowhere"], "'--models-dir': there is no folder /nowhere"),
         (["serve", "--host", "0.0.0.0"], "for --host: the address"),
