@@ -81,7 +81,7 @@ def mount(app: FastAPI) -> FastAPI:
             pwa=True,
             mcp_server=False,
         )
-    # A second stream of each page: a browser keeps six connections to a server, so five tabs would be one too many.
+    # The heartbeat is a second stream of each page, but a browser keeps only six connections to a server.
     # Without it, Gradio deletes states by their number.
     demo.config["connect_heartbeat"] = False
     mounted = app.routes[-1]
