@@ -81,7 +81,7 @@ def mount(app: FastAPI) -> FastAPI:
             pwa=True,
             mcp_server=False,
         )
-    # The heartbeat is a second stream of each page, but a browser keeps only six connections to a server.
+    # The heartbeat would be a page's second stream, but a browser keeps only six connections to a server.
     # Without it, Gradio deletes states by their number.
     demo.config["connect_heartbeat"] = False
     mounted = app.routes[-1]
