@@ -10,6 +10,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import SampledToken, SamplingInput, TokenLogprob
 from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.int_array import IntView
+from neo_desktop.models.operators import NO_TOKEN
 
 # Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32; greedy rows are not copied.
 PIECE_ELEMENTS = 2**22
@@ -21,8 +22,6 @@ LEADING_TOKENS = 512
 
 # Requested log-probabilities of the chosen token, and of the most probable ones.
 _RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]]
-
-NO_TOKEN = -1  # replaces a token if the logits are not finite
 
 
 class Sampling(NamedTuple):

@@ -13,6 +13,7 @@ from neo_desktop.models.recurrent import Spans
 __all__ = [
     "add_rms_norm",
     "choose_experts",
+    "choose_tokens",
     "multiply_experts",
     "rope",
     "rope_append",
@@ -24,6 +25,7 @@ __all__ = [
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul
+choose_tokens = native.choose_tokens
 
 
 def scan_state(
@@ -31,13 +33,15 @@ def scan_state(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     state: Tensor,
     spans: Spans,
     out: Tensor,
+    *,
+    is_delta: bool,
 ) -> None:
     """Pass tokens through states, see `recurrent.scan_state`."""
-    native.scan_state(q, k, v, decay, beta, state, spans.table, out)
+    native.scan_state(q, k, v, decay, beta, state, spans.table, out, is_delta=is_delta)
 
 
 def short_convolution(

@@ -16,12 +16,14 @@ from torch.nn.functional import silu
 from neo_desktop.models import expert_operators, recurrent
 from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.linear.stacked import StackedExperts
-from neo_desktop.models.recurrent import Spans
 
 choose_experts = expert_operators.choose_experts
 multiply_experts = expert_operators.multiply_experts
 scan_state = recurrent.scan_state
 short_convolution = recurrent.short_convolution
+
+
+NO_TOKEN = -1  # replaces a token if the logits are not finite
 
 
 class Store(NamedTuple):
@@ -58,6 +60,10 @@ class Operators(Protocol):
         """SwiGLU's activation."""
 
     @property
+    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]:
+        """The most probable tokens."""
+
+    @property
     def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
         """Routing, see `expert_operators.choose_experts`."""
 
@@ -68,9 +74,7 @@ class Operators(Protocol):
         """Routed experts, see `expert_operators.multiply_experts`."""
 
     @property
-    def scan_state(
-        self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Spans, Tensor], None]:
+    def scan_state(self) -> Callable[..., None]:
         """Linear attention and state-space models, see `recurrent.scan_state`."""
 
     @property
@@ -156,6 +160,16 @@ def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(len(qkv), -1, head_dim)
     write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
+
+
+def choose_tokens(logits: Tensor, out: Tensor) -> None:
+    """Write each row's most probable token to `out` [rows] int64, or `NO_TOKEN`.
+
+    Args:
+        logits: [rows, vocab]
+    """
+    largest, tokens = logits.max(dim=-1)
+    out.copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:

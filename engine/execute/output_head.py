@@ -15,7 +15,6 @@ from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.sub_batch import SubBatchPass
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.workspace import Workspace
-from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
 
@@ -141,8 +140,7 @@ class OutputHead:
         """Choose tokens greedily; other sampling methods read the logits."""
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
-        largest, tokens = logits.max(dim=-1)
-        workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
+        self._stages.choose(logits, workspace.tokens[:rows])
 
     def _sample(self) -> None:
         self.outputs.start(self._last_states)

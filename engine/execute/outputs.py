@@ -16,7 +16,8 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.execute.workspace import Workspace
-from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
+from neo_desktop.engine.sampler import is_plain, start_sampling
+from neo_desktop.models.operators import NO_TOKEN
 from neo_desktop.models.stages import Stages
 
 

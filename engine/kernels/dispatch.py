@@ -52,6 +52,7 @@ def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = No
 paged_decode = _kernel("paged_decode", in_torch.paged_decode)
 rope = operators.rope  # no Triton kernel: on a GPU, all rows have slots and use `rope_append`
 rope_append = _kernel("rope_append", operators.rope_append)
+choose_tokens = operators.choose_tokens
 add_rms_norm = _kernel("norm", operators.add_rms_norm)
 silu_mul = _kernel("activation", operators.silu_mul)
 write_rows = _kernel("row_copy", operators.write_rows)

@@ -1,7 +1,10 @@
 #include "neo_desktop/operators.h"
 
 #include <algorithm>
+#include <bit>
+#include <limits>
 
+#include "neo_desktop/half.h"
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/thread_pool.h"
 
@@ -22,6 +25,34 @@ void for_rows(int64_t rows, int64_t elements, int num_threads, Body body) {
 
 uint8_t* row_of(const TensorView& tensor, int64_t row) {
   return static_cast<uint8_t*>(tensor.data) + row * tensor.stride(0) * size_of(tensor.dtype);
+}
+
+// A float as an integer of the same order; NaN is beyond the infinities.
+int32_t ordered(float x) {
+  const auto bits = std::bit_cast<int32_t>(x);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+template <class T>
+int64_t first_largest(const T* row, int64_t count) {
+  constexpr int64_t kAtOnce = 1024;
+  const int32_t infinity = ordered(std::numeric_limits<float>::infinity()),
+                below = ordered(-std::numeric_limits<float>::infinity());
+  int32_t largest = below, smallest = infinity;
+  int64_t where = 0;
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    const int64_t last = std::min(first + kAtOnce, count);
+    int32_t top = below;
+    for (int64_t i = first; i < last; ++i) {
+      const int32_t x = ordered(to_float(row[i]));
+      top = std::max(top, x);
+      smallest = std::min(smallest, x);
+    }
+    if (top > largest) largest = top, where = first;
+  }
+  if (largest >= infinity || largest == below || smallest < below) return -1;
+  while (ordered(to_float(row[where])) != largest) ++where;
+  return where;
 }
 
 }  // namespace
@@ -56,6 +87,26 @@ void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads,
       of_row(row_of(gate_up, row), row_of(out, row), static_cast<int>(columns));
     }
   });
+}
+
+void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_threads) {
+  check_dims(logits, "[n, m]", 2);
+  check_packed(logits, 1);
+  const int64_t n = logits.size(0), m = logits.size(1);
+  check_like(tokens, "[n]", {n}, DType::kInt64);
+  const auto choose = [&](auto zero) {
+    using T = decltype(zero);
+    for_rows(n, n * m, num_threads, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        static_cast<int64_t*>(tokens.data)[row * tokens.stride(0)] =
+            first_largest(reinterpret_cast<const T*>(row_of(logits, row)), m);
+      }
+    });
+  };
+  check_dtype(logits, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  if (logits.dtype == DType::kFloat32) choose(0.0F);
+  if (logits.dtype == DType::kFloat16) choose(Half{});
+  if (logits.dtype == DType::kBFloat16) choose(BFloat16{});
 }
 
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

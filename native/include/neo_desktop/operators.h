@@ -21,6 +21,10 @@ void add_rms_norm(const TensorView& x, const TensorView& residual, const TensorV
 // out = silu(gate) * up: gate_up is [n, 2 * m], gates first; out is [n, m].
 void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads, Isa isa);
 
+// Each row's first largest number: logits is [n, m], tokens [n] int64. -1 if a number is NaN or the largest
+// one is infinite.
+void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_threads);
+
 // Normalises (if norm is given) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
 // [n, head_dim] fp32, the first half of sin negated; norm is [heads, head_dim].
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

@@ -43,6 +43,7 @@ from neo_desktop.native.hardware import (
 )
 from neo_desktop.native.operators import (
     add_rms_norm,
+    choose_tokens,
     rope,
     silu_mul,
 )
@@ -57,6 +58,7 @@ from neo_desktop.native.packed import (
     packed_linear,
     unpack_quantised,
 )
+from neo_desktop.native.recording import Recording, recorded
 from neo_desktop.native.recurrent import (
     scan_state,
     short_convolution,
@@ -75,6 +77,7 @@ __all__ = [
     "Columns",
     "Matrix",
     "PackedExperts",
+    "Recording",
     "RowProgram",
     "Step",
     "View",
@@ -82,6 +85,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
+    "choose_tokens",
     "cpu_features",
     "default_isa",
     "default_num_threads",
@@ -102,6 +106,7 @@ __all__ = [
     "prompt_attention",
     "read_bandwidth",
     "read_seconds",
+    "recorded",
     "rope",
     "scan_state",
     "set_default_num_threads",

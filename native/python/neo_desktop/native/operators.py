@@ -60,6 +60,20 @@ def silu_mul(
     _native.silu_mul(view_of("gate_up", gate_up), view_of("out", out), num_threads, isa or default_isa())
 
 
+def choose_tokens(logits: torch.Tensor, out: torch.Tensor, num_threads: int = 0) -> None:
+    """Write the index of each row's largest number, the first one of equals, to `out`.
+
+    Args:
+        logits: [n, m], fp32, fp16 or bf16; may be strided in n.
+        out: [n] int64; -1 where a number is NaN or the largest is infinite.
+        num_threads: 0 means `default_num_threads()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    _native.choose_tokens(view_of("logits", logits), view_of("tokens", out), num_threads)
+
+
 def rope(
     heads: torch.Tensor,
     cos: torch.Tensor,
