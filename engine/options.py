@@ -273,6 +273,9 @@ class EngineOptions:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
         if self.speculate == "draft" and self.draft_model is None:
             raise ValueError("speculate 'draft' needs a draft_model: name a small model, or choose 'auto'")
+        if (trace := self.trace_timeline) is not None and (trace.is_dir() or not trace.parent.is_dir()):
+            reason = f"{trace} is a folder" if trace.is_dir() else f"there is no folder {trace.parent}"
+            raise ValueError(f"trace_timeline needs the name of a file, but {reason}: choose another one")
         others = {
             f"speculate {self.speculate!r}": self.speculate not in ("auto", "draft"),
             "shape": self.shape is not None,

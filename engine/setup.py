@@ -58,7 +58,9 @@ from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.speculate.drafter import ModelDrafter
 from neo_desktop.engine.speculate.kept_states import most_bytes
-from neo_desktop.models.rank import ALONE
+from neo_desktop.models.rank import ALONE, Rank
+from neo_desktop.models.ranks import config_of_rank
+from neo_desktop.models.shapes import shape as published_shape
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +103,12 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     trust = trust_of(options)  # report errors before loading
     with ExitStack() as resources:
         leader = None
+        checkpoint = None if options.shape is not None else open_model(options.model, options.mmproj)
         if options.tensor_parallel > 1:
+            config = published_shape(options.shape or "") if checkpoint is None else checkpoint.config()
+            config_of_rank(config, Rank(0, options.tensor_parallel))  # before any process starts
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        checkpoint = None if options.shape is not None else open_model(options.model, options.mmproj)
         if options.draft_model is None:
             drafting: Drafting | MtpDrafting | None = MtpDrafting.of(options, checkpoint)
         else:

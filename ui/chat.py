@@ -43,11 +43,12 @@ EXAMPLES = (
 
 
 def read_upload(path: str) -> bytes:
-    """Return what an uploaded file holds, and delete it."""
+    """Return what an uploaded file holds. NotFoundError: another start of the program has removed it."""
     file = Path(path)
-    content = file.read_bytes()
-    file.unlink()
-    return content
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise NotFoundError(f"the upload of {file.name} is gone: attach it again") from None
 
 
 class ChatView:
@@ -102,7 +103,9 @@ class ChatView:
         self.box.stop(self.stop, inputs, None, **QUIET)
         self.bot.example_select(self.choose_example, inputs, None, **QUIET)
         self.bot.retry(self.retry, inputs, None, **QUIET)
-        self.bot.edit(self.edit, inputs, None, **QUIET)
+        edit = self.bot.edit(self.edit, inputs, None, **QUIET)
+        # Gradio shows the new words at once.
+        edit.failure(self.draw, inputs, [self.bot, self.earlier], **QUIET)
         self.bot.option_select(self.choose, inputs, None, **QUIET)
         self.earlier.click(self.show_more, inputs, None, **QUIET)
 
@@ -152,6 +155,8 @@ class ChatView:
                 content = await asyncio.to_thread(read_upload, path)
                 attached.append((await self.chats.attach(Path(path).name, content)).id)
             await self.ask(look, text, attached)
+        for path in files:  # not before: a refused question stays in the box with its files
+            Path(path).unlink(missing_ok=True)
         return {"text": "", "files": []}
 
     async def ask(self, look: Look, text: str, attachment_ids: list[str]) -> None:

@@ -24,10 +24,10 @@ GRADIO_PATHS = PAGES | frozenset(
 )
 GRADIO_FOLDERS = (
     *("/assets/", "/static/", "/pwa_icon/", "/svelte/"),
-    *("/gradio_api/heartbeat/", "/gradio_api/call/"),
+    "/gradio_api/call/",
 )
 FILES = "/gradio_api/file="
-STREAMS = ("/gradio_api/heartbeat/", "/gradio_api/queue/data", "/gradio_api/call/")
+STREAMS = ("/gradio_api/queue/data", "/gradio_api/call/")
 # Gradio itself adds what is meant for the head after its own scripts have run.
 HEAD = f"<head><script>{(Path(__file__).parent / 'page.js').read_text(encoding='utf-8')}</script>".encode()
 CONTENT_POLICY = "; ".join(

@@ -44,6 +44,7 @@ QUEUE_SLEEP_S = 0.03
 UNUSED_SLEEP_S = 0.25  # while no page is open
 PROGRESS_SLEEP_S = 1.0  # the page reports none
 MAX_EVENTS = 400  # under way at a time: each open page has two
+MAX_STATES = 1000  # pages whose `Look` is kept
 OTHERS_S = 1.0  # how often changes of another process are looked for
 MAX_FILE = "20mb"
 READ_ADDRESS = "(look) => [look, location.search]"
@@ -58,6 +59,7 @@ def mount(app: FastAPI) -> FastAPI:
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     demo = build(services)
     # By default each start tells all that wait their tiers: n waiting events would hold n * n messages.
+    demo.state_session_capacity = MAX_STATES
     demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS, status_update_rate=3600.0)
     demo._queue.sleep_when_free = UNUSED_SLEEP_S
     demo._queue.progress_update_sleep_when_free = PROGRESS_SLEEP_S
@@ -79,6 +81,9 @@ def mount(app: FastAPI) -> FastAPI:
             pwa=True,
             mcp_server=False,
         )
+    # The heartbeat would be a page's second stream, but a browser keeps only six connections to a server.
+    # Without it, Gradio deletes states by their number.
+    demo.config["connect_heartbeat"] = False
     mounted = app.routes[-1]
     assert isinstance(mounted, Mount)
 

@@ -28,4 +28,6 @@ def telling() -> Iterator[None]:
     except REFUSALS as error:
         is_file = isinstance(error, ValidationError)
         text = "this is no file that neo-desktop has exported" if is_file else str(error)
-        raise gr.Error(text[:1].upper() + text[1:], print_exception=False, duration=8) from None
+        if text.partition(" ")[0].isalpha():  # not the name of a file
+            text = text[:1].upper() + text[1:]
+        raise gr.Error(text, print_exception=False, duration=8) from None

@@ -30,7 +30,7 @@ _DECISIONS: dict[Decision, str] = {
     "always": "Allow for this chat",
     "refuse": "Refuse",
 }
-_ENDED = {"stopped": "Stopped", "cut": "Cut off: the server ended", "failed": "Failed"}
+_ENDED = {"stopped": "Stopped", "cut": "Cut off", "failed": "Failed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,9 @@ def _answer(message: Message) -> list[Row]:
     if message.text or not rows or is_writing:
         rows.append({"role": "assistant", "content": safe(message.text) or ("…" if message.is_live else "")})
     if message.state in _ENDED:
-        reason = f": {safe(message.error)}" if message.error else ""
-        rows.append({"role": "assistant", "content": f"**{_ENDED[message.state]}**{reason}"})
+        reason = message.error or ("the server ended" if message.state == "cut" else "")
+        shown = f": {safe(reason)}" if reason else ""
+        rows.append({"role": "assistant", "content": f"**{_ENDED[message.state]}**{shown}"})
     return rows
 
 

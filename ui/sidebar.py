@@ -20,6 +20,14 @@ from neo_desktop.ui.html import button, panel, tag
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
 
+# A click on Gradio's own button saves what an earlier click has exported.
+DOWNLOAD = """(file) => {
+    const link = document.createElement("a");
+    link.href = file.url;
+    link.download = file.orig_name;
+    link.click();
+}"""
+
 
 class Sidebar:
     """The components of the list, and what their events do."""
@@ -35,11 +43,12 @@ class Sidebar:
         with gr.Accordion("This chat", open=False):
             self.title = gr.Textbox(label="Title", max_lines=1, max_length=200, elem_id="title")
             with gr.Row():
-                self.markdown = gr.DownloadButton("Markdown", size="sm")
-                self.json = gr.DownloadButton("JSON", size="sm")
+                self.markdown = gr.Button("Markdown", size="sm")
+                self.json = gr.Button("JSON", size="sm")
         with gr.Accordion("All chats", open=False), gr.Row():
-            self.everything = gr.DownloadButton("Export", size="sm")
+            self.everything = gr.Button("Export", size="sm")
             self.upload = gr.UploadButton("Import", size="sm", file_types=[".json"])
+        self.file = gr.DownloadButton(visible=False)  # holds what was exported
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""
@@ -51,7 +60,8 @@ class Sidebar:
         self.title.blur(self.rename, [self.title, look], None, trigger_mode="always_last", **QUIET)
         files = ((self.markdown, "chat.md"), (self.json, "chat.json"), (self.everything, "chats.json"))
         for component, name in files:
-            component.click(self._exporter(name), [look], [component], **QUIET)
+            export = component.click(self._exporter(name), [look], [self.file], **QUIET)
+            export.success(None, [self.file], None, js=DOWNLOAD, api_visibility="private")
         self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
@@ -136,7 +146,8 @@ class Sidebar:
         """Import chats."""
         with telling():
             ids = await self._chats.add(await asyncio.to_thread(read_upload, path))
-        gr.Info(f"Imported {len(ids)} chats.")
+        Path(path).unlink(missing_ok=True)
+        gr.Info(f"Imported {len(ids)} chat{'' if len(ids) == 1 else 's'}.")
         if ids:
             self._chat.go(look, ids[0])
 

@@ -189,7 +189,7 @@ class Answers:
         )
         # What the chat does not set is the model's own.
         params = sampling.sampling_params(service.sampling_defaults, **settings.sampling())
-        async with await outputs.begin(service, conversation, params) as answer:
+        async with await outputs.begin(service, conversation, params, cuts_max_tokens=True) as answer:
             growing.begin(answer, service.model_name)
             async for step in answer:
                 growing.add(step)

@@ -1,5 +1,6 @@
 """Groups of options as dataclasses: a field is stated once, as the command line's option and as its value."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
@@ -9,6 +10,7 @@ import typer
 
 from neo_desktop.engine.options import OPTIONS, Option
 
+_NAMES = re.compile(rf"\b({'|'.join(name for name, option in OPTIONS.items() if option.flag)})\b(?!')")
 WIDEST_CHOICES = 18  # characters: the column of `--help` would cut more
 
 
@@ -59,13 +61,18 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             for name, hint in groups.items():
                 values[name] = _filled(hint, values)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise typer.BadParameter(_with_flags(str(error))) from None
         command(**values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__annotations__ = {}
     flat.__signature__ = Signature(flags)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return flat
+
+
+def _with_flags(message: str) -> str:
+    """Return an error of `EngineOptions` with flags in place of the names of options."""
+    return _NAMES.sub(lambda found: str(OPTIONS[found[0]].flag), message)
 
 
 def _group(hint: Any) -> Any:

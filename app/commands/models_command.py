@@ -1,6 +1,7 @@
 """The command `neo-desktop models`: models on this computer, their fit and speed, downloads, removal."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,11 +119,11 @@ def info(
     is_path = bool(name) and path.exists()
     loader = _loader(models_dirs, path if is_path else None, tensor_parallel)
     found = loader.candidate(loader.catalogue.get(loader.catalogue.first if is_path else name))
-    print_rows(_facts(found))
+    print_rows(_facts(found, name))
     opt.write_json(json_file, found.to_json())
 
 
-def _facts(found: "Candidate") -> Iterator[tuple[str, str]]:
+def _facts(found: "Candidate", asked_name: str) -> Iterator[tuple[str, str]]:
     model = found.model
     yield "Model", model.name
     yield "Folder", str(model.path)
@@ -143,7 +144,7 @@ def _facts(found: "Candidate") -> Iterator[tuple[str, str]]:
             yield "Computed by", "the code of transformers, cut into stages at attention"
         yield from fit_facts(found.fit)
         if found.fit.speed is not None and not found.fit.speed.is_measured:
-            measure = f"'neo-desktop doctor --measure --model {model.name}'"
+            measure = f"'neo-desktop doctor --measure --model {shlex.quote(asked_name)}'"
             yield "Measured", f"not yet: {measure} measures it"
 
 

@@ -1,6 +1,8 @@
 """Options of several commands, and those of `chat`, `serve` and `worker`, beside those of the engine."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,24 @@ import typer
 
 from neo_desktop.app.commands.terminal import set_up_logging
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions, Option
+
+
+@contextmanager
+def _blaming(flag: str) -> Iterator[None]:
+    """Let a ValueError name the option that is wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from None
+
+
+def _existing_folders(paths: list[Path] | None) -> list[Path] | None:
+    """Refuse folders of models that do not exist: their models would only be missing."""
+    for path in paths or ():
+        if not path.expanduser().is_dir():
+            raise typer.BadParameter(f"there is no folder {path}")
+    return paths
+
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _engine = partial(typer.Option, rich_help_panel="Engine")
@@ -31,6 +51,7 @@ ModelsDirs = Annotated[
     typer.Option(
         "--models-dir",
         metavar="DIR",
+        callback=_existing_folders,
         help="A folder of models to choose from; repeatable. Default: the cache of Hugging Face's programs. "
         "Pulled models are always included.",
         rich_help_panel="Model",
@@ -147,9 +168,11 @@ class ServerOptions:
     def __post_init__(self) -> None:
         from neo_desktop.app.web.security import check_bind, check_origin  # noqa: PLC0415 - after --help
 
-        check_bind(self.host, self.api_key)
-        for origin in self.allowed_origins or ():
-            check_origin(origin)
+        with _blaming("--host"):
+            check_bind(self.host, self.api_key)
+        with _blaming("--allow-origin"):
+            for origin in self.allowed_origins or ():
+                check_origin(origin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,6 @@ def test_a_continued_answer_thinks_as_long_as_its_thought_is_open(
     [
         ("x" * 600, {}, "maximum context length is 512"),
         ("one", {"system_prompt": "refuse"}, "that I will not read"),
-        ("one", {"max_tokens": 1000}, "1000 by max_tokens"),
     ],
 )
 def test_what_cannot_be_answered_says_why_and_keeps_the_question(
@@ -176,6 +175,10 @@ def test_what_cannot_be_answered_says_why_and_keeps_the_question(
     assert chats.chat(chat_id)["nodes"][0]["text"] == text
     chats.call("set", chat_id, max_tokens=1)
     assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # the failed turn is ignored
+
+
+def test_the_longest_answer_is_a_limit_not_a_need(chats: ChatClient) -> None:
+    assert chats.answered(chats.new_chat(max_tokens=100_000), "one")["state"] == "done"
 
 
 def test_an_engine_that_fails_is_told(chats: ChatClient, executor: FakeExecutor) -> None:

@@ -187,7 +187,8 @@ def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.Mo
             divided.generate(PROMPTS, PARAMS)
 
 
-def test_what_cannot_be_is_told_before_anything_runs(folder: Path) -> None:
+def test_what_cannot_be_is_told_before_anything_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "RankProcess", lambda *_: pytest.fail("a process started"))
     with pytest.raises(ModelError, match="8 heads cannot be divided among 3 processes"):
         OwnEngine.from_pretrained(folder / "llama", device="cpu", tensor_parallel=3)
     with pytest.raises(ValueError, match="workers do not go with tensor_parallel"):

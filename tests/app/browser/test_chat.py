@@ -82,6 +82,9 @@ def test_chats_are_listed_searched_renamed_deleted_and_restored(chat: ChatPage) 
     title.press("Enter")
     title.blur()  # Gradio may not know the new text yet when Enter comes at once
     expect(chat.chats.filter(has_text="Fruit")).to_have_count(1)
+    with chat.page.expect_download() as download:
+        chat.page.get_by_role("button", name="Markdown").click()
+    assert download.value.path().read_text().startswith("# Fruit")
     row = chat.page.locator("#chats li", has_text="Fruit")
     row.hover()
     row.get_by_role("button").click()
@@ -98,14 +101,12 @@ def test_attachments_reach_the_model_and_what_cannot_be_read_is_refused(
     notes, picture = tmp_path / "notes <b>.txt", tmp_path / "picture.png"
     notes.write_text("the secret is 42")
     picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
-    chat.page.locator("#question input[type=file]").set_input_files(picture)
+    chat.page.locator("#question input[type=file]").set_input_files([notes, picture])
     expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()
     chat.send("what is this?")
     expect(chat.page.get_by_text("picture.png is an image, but this model reads text only")).to_be_visible()
-    chat.page.reload()
-    chat.page.locator("#question input[type=file]").set_input_files(notes)
-    expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()
-    chat.ask("what is the secret?")
+    chat.page.locator("#question .delete-button").last.click()
+    chat.ask("what is the secret?")  # the other file is still there
     expect(chat.questions.first).to_contain_text("notes")
     assert "the secret is 42" in bytes(list(executor.prompts.values())[-1][:2000]).decode()
 
