@@ -217,7 +217,7 @@ def _steady_state(builder: BatchBuilder) -> SteadyState:
 def _worthwhile_tokens(builder: BatchBuilder) -> int:
     """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
     cost, large = builder.cost, builder.limits.max_batch_tokens
-    fixed_ms = cost.outside_ms / cost.num_layers
+    fixed_ms = cost.outside_ms / cost.num_layers + cost.correction.excess.prompts * cost.linear(1)
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
     return bisect_left(
         range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens

@@ -109,7 +109,7 @@ class SteadyState:
 
 
 class SteadyStateFinder:
-    """Finds the best steady state, and again after the workload has changed."""
+    """Finds the best steady state, and again after the workload or the correction has changed."""
 
     def __init__(self, cost: TableCostModel) -> None:
         self._cost = cost
@@ -117,8 +117,9 @@ class SteadyStateFinder:
         self._best: SteadyState | None = None
 
     def best(self, workload: Workload) -> SteadyState:
-        if self._best is None or self._key != workload.key:
-            self._key, self._best = workload.key, self._find(workload)
+        key = (*workload.key, *self._cost.correction.key)
+        if self._best is None or self._key != key:
+            self._key, self._best = key, self._find(workload)
         return self._best
 
     def _find(self, workload: Workload) -> SteadyState:
@@ -232,7 +233,9 @@ class SteadyStateFinder:
             async_decodes[workload.host] = Decodes(num_async, num_async * context_tokens)
         # The KV of prompts that will decode on the host crosses the bus.
         moved_tokens = chunk_of(num_host + steady_state.num_async / cost.num_layers)
-        shape = IterationShape(batches, moved_tokens, async_decodes)
+        # Chunks of less than a prompt do not run in every iteration.
+        prompts_share = min(chunk_tokens / prompt_tokens, 1.0)
+        shape = IterationShape(batches, moved_tokens, async_decodes, prompts_share)
         other_ms = (
             cost.num_layers * (cost.linear_ms(workload.max_chunk_tokens) + prefill_ms) + cost.outside_ms
         )
