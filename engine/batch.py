@@ -126,6 +126,7 @@ class Contents(NamedTuple):
     A kind of work counts as all layers, each as long as the linear stage of one token.
     """
 
+    launched: float = 0.0  # layers that no graph holds: those with prompts, moves or streamed KV
     prompts: float = 0.0
     moves: float = 0.0  # blocks, and KV of prompts, that move between device and host
     streamed: float = 0.0

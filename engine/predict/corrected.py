@@ -31,7 +31,7 @@ class CorrectedCostModel(TableCostModel):
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
     LOWEST, HIGHEST = 0.25, 4.0  # of a factor
     NOISE = 0.1  # standard deviation of an iteration's relative time
-    UNSURE = 0.2, *(1.0 for _ in Contents._fields)  # standard deviations before anything is learned
+    UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
     DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
     FORGETTING = 1 / 4000  # share of an excess per iteration without such work
 

@@ -298,7 +298,9 @@ def contents(cost: TableCostModel, shape: IterationShape) -> Contents:
         times = async_off_device(cost, shape.async_decodes)
         attention_ms += times.cpu + times.away
         host = layers_ms
-    return Contents(prompts, moves, streamed, host, cost.num_layers * attention_ms)
+    return Contents(
+        max(prompts, moves, streamed), prompts, moves, streamed, host, cost.num_layers * attention_ms
+    )
 
 
 def async_off_device(cost: TableCostModel, async_decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
