@@ -29,7 +29,7 @@ class CorrectedCostModel(TableCostModel):
     SMOOTHING = 0.05  # weight of the newest iteration
     SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
-    LOWEST, HIGHEST = 0.25, 4.0  # of a factor
+    LOWEST, HIGHEST = 1 / 16, 16.0  # of a factor
     NOISE = 0.1  # standard deviation of an iteration's relative time
     UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
     DRIFT = 0.005  # how they grow: standard deviation of the change per iteration

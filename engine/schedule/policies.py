@@ -236,9 +236,10 @@ def _objective(builder: BatchBuilder) -> Objective:
 def _worthwhile_tokens(builder: BatchBuilder) -> int:
     """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
     cost, large = builder.cost, builder.limits.max_batch_tokens
-    excess = cost.correction.excess
-    fixed_ms = cost.outside_ms / cost.num_layers + (excess.launched + excess.prompts) * cost.linear(1)
+    fixed_ms = cost.outside_ms / cost.num_layers
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
+    excess = cost.correction.excess
+    fixed_ms += (excess.launched + excess.prompts) * cost.linear(1)
     return bisect_left(
         range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens
     )
