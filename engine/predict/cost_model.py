@@ -219,6 +219,11 @@ class TableCostModel:
         """Time of an iteration outside its layers."""
         return self.iteration_ms * self.correction.device
 
+    @property
+    def launch_ms(self) -> float:
+        """Time that a layer takes longer with prompts than within a graph."""
+        return (self.correction.excess.launched + self.correction.excess.prompts) * self.linear(1)
+
     def excess_ms(self, contents: Contents) -> float:
         """Return the time of an iteration beyond its stages."""
         return sum(map(mul, self.correction.excess, contents))

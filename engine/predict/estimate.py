@@ -94,7 +94,6 @@ class IterationShape(NamedTuple):
     # memory. The sub-batches contain streamed KV.
     moved_tokens: int = 0
     async_decodes: Mapping[KVTier, Decodes] = NO_DECODES  # decodes that advance by one layer
-    prompts_share: float = 1.0  # of repeated iterations, the share that has prompts and moves
 
 
 def joined(some: Mapping[KVTier, Decodes], more: Mapping[KVTier, Decodes]) -> Mapping[KVTier, Decodes]:
@@ -278,12 +277,11 @@ def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float)
 def contents(cost: TableCostModel, shape: IterationShape) -> Contents:
     """Return the parts of an iteration that `Correction.excess` corrects."""
     layers_ms = cost.num_layers * cost.linear(1)
-    launched_ms = layers_ms * shape.prompts_share
     prompts = moves = streamed = host = 0.0
     attention_ms = 0.0
     for batch in shape.batches:
         if batch.tokens > batch.num_decodes:
-            prompts = launched_ms
+            prompts = layers_ms
         if batch.fetched or batch.stored or any(tier.is_streamed for tier in batch.decodes):
             streamed = layers_ms
         for tier in batch.decodes:
@@ -293,7 +291,7 @@ def contents(cost: TableCostModel, shape: IterationShape) -> Contents:
                 host = layers_ms
                 break
     if shape.moved_tokens:
-        moves = launched_ms
+        moves = layers_ms
     if shape.async_decodes:
         times = async_off_device(cost, shape.async_decodes)
         attention_ms += times.cpu + times.away

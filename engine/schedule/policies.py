@@ -168,12 +168,16 @@ class Fastest(Policy):
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
             return builder.budget, None
-        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
+        is_whole = steady_state.has_whole_prompts
+        worthwhile = _worthwhile_tokens(builder, has_whole_prompts=is_whole)
+        least = max(worthwhile - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
         room = max(missing, 0) * builder.mean_prompt_tokens / FILLING_ITERATIONS
-        tokens = math.ceil(max(steady_state.chunk_tokens, least, room))
+        tokens = math.ceil(
+            max(steady_state.chunk_tokens, least, room, is_whole * builder.mean_prompt_tokens)
+        )
         most_per_prompt = -(-tokens // 2) if steady_state.kind is Kind.PROMPTS_IN_BOTH else None
         return min(tokens, builder.budget), most_per_prompt
 
@@ -233,13 +237,16 @@ def _objective(builder: BatchBuilder) -> Objective:
     return Objective(max(steady_state.decode_ms, steady_state.prompt_ms), rest, num_layers)
 
 
-def _worthwhile_tokens(builder: BatchBuilder) -> int:
-    """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
+def _worthwhile_tokens(builder: BatchBuilder, *, has_whole_prompts: bool) -> int:
+    """Return the number of tokens from which on the time per token is near the shortest.
+
+    Args:
+        has_whole_prompts: the time includes launches.
+    """
     cost, large = builder.cost, builder.limits.max_batch_tokens
     fixed_ms = cost.outside_ms / cost.num_layers
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
-    excess = cost.correction.excess
-    fixed_ms += (excess.launched + excess.prompts) * cost.linear(1)
+    fixed_ms += cost.launch_ms if has_whole_prompts else 0.0
     return bisect_left(
         range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens
     )
