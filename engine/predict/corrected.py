@@ -5,11 +5,13 @@ all of these times. Other work is not in the tables at all: they were measured w
 graph holds an iteration with prompts, moves or streamed KV, so each of its layers is launched by itself.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import fields
 from operator import mul
 from typing import Self
 
-from neo_desktop.engine.batch import Contents, IterationTiming
+from neo_desktop.engine.batch import NO_CONTENTS, Contents, IterationTiming
 from neo_desktop.engine.predict.cost_model import Correction, TableCostModel
 
 
@@ -60,36 +62,42 @@ class CorrectedCostModel(TableCostModel):
         if stages_ms <= 0 or measured_ms <= 0:
             return
         is_device_bound = host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5)
-        self._learn(
-            (stages_ms / correction.device if is_device_bound else 0.0, *predicted.contents),
-            measured_ms,
-            stages_ms + self.excess_ms(predicted.contents),
-        )
+        amounts = stages_ms / correction.device if is_device_bound else 0.0, *predicted.contents
+        self._explain(amounts, stages_ms, measured_ms)
 
-    def _learn(self, amounts: tuple[float, ...], measured_ms: float, predicted_ms: float) -> None:
-        """Divide an iteration's error among the device's factor and the kinds of excess."""
-        correction = self.correction
+    def _explain(self, amounts: Sequence[float], stages_ms: float, measured_ms: float) -> None:
+        """Divide an iteration's error among the device's factor and the kinds of excess.
+
+        Args:
+            amounts: time that each of them explains, per unit.
+        """
+        correction, most = self.correction, [deviation**2 for deviation in self.UNSURE]
+        means = correction.means or [0.0] * len(NO_CONTENTS)
         variances = [
-            min(known + self.DRIFT**2, unsure**2)
-            for known, unsure in zip(correction.variances or [9.0] * 9, self.UNSURE, strict=False)
+            min(known + self.DRIFT**2, limit)
+            for known, limit in zip(correction.variances or most, most, strict=True)
         ]
+        predicted_ms = stages_ms + sum(map(mul, means, amounts[1:]))
         # The clamp limits the effect of outliers (a page fault, another program).
         error_ms = min(measured_ms, 3.0 * predicted_ms) - predicted_ms
         blames = list(map(mul, variances, amounts))
         total = sum(map(mul, blames, amounts)) + (self.NOISE * predicted_ms) ** 2
-        device, *excess = (
-            value + blame / total * error_ms
-            for value, blame in zip((correction.device, *correction.excess), blames, strict=True)
-        )
-        correction.device = min(max(device, self.LOWEST), self.HIGHEST)
-        forgotten = 1.0 - self.FORGETTING
-        correction.excess = Contents(
-            *(max(each * (1.0 if amount else forgotten), 0.0) for each, amount in zip(excess, amounts[1:], strict=True))
-        )
+        correction.device += blames[0] / total * error_ms
+        correction.device = min(max(correction.device, self.LOWEST), self.HIGHEST)
+        correction.means = [
+            max(mean + blame / total * error_ms if amount else mean * (1.0 - self.FORGETTING), 0.0)
+            for mean, blame, amount in zip(means, blames[1:], amounts[1:], strict=True)
+        ]
         correction.variances = [
             variance * (1.0 - blame * amount / total)
             for variance, blame, amount in zip(variances, blames, amounts, strict=True)
         ]
+        correction.excess = Contents(
+            *(
+                max(mean - math.sqrt(variance), 0.0)
+                for mean, variance in zip(correction.means, correction.variances[1:], strict=True)
+            )
+        )
 
     def _corrected(
         self, factor: float, predicted_ms: float, measured_ms: float, smoothing: float = SMOOTHING

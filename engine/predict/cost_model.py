@@ -51,7 +51,8 @@ class Correction:
     host: float = 1.0
     bus: float = 1.0  # for copies of streamed KV
     excess: Contents = NO_CONTENTS  # time beyond the tables, per ms of each kind of work
-    variances: Sequence[float] = ()  # of `device` and `excess`; see `CorrectedCostModel`
+    means: Sequence[float] = ()  # of the excess; `excess` is a cautious, lower value
+    variances: Sequence[float] = ()  # of `device` and `means`; see `CorrectedCostModel`
 
     @property
     def key(self) -> tuple[int, ...]:

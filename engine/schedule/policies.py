@@ -175,9 +175,7 @@ class Fastest(Policy):
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
         room = max(missing, 0) * builder.mean_prompt_tokens / FILLING_ITERATIONS
-        tokens = math.ceil(
-            max(steady_state.chunk_tokens, least, room, is_whole * builder.mean_prompt_tokens)
-        )
+        tokens = math.ceil(max(steady_state.chunk_tokens, least, room, is_whole * builder.mean_prompt_tokens))
         most_per_prompt = -(-tokens // 2) if steady_state.kind is Kind.PROMPTS_IN_BOTH else None
         return min(tokens, builder.budget), most_per_prompt
 
