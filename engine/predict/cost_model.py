@@ -227,7 +227,7 @@ class TableCostModel:
 
     def excess_ms(self, contents: Contents) -> float:
         """Return the time of an iteration beyond its stages."""
-        return sum(map(mul, self.correction.excess, contents))
+        return float(sum(map(mul, self.correction.excess, contents)))
 
     def linear_ms(self, tokens: float) -> float:
         """Return T_l: a layer without attention."""
