@@ -1,9 +1,7 @@
 """Tables of published speeds beside predictions, as the program and as neo-desktop would place the model.
 
-    python -m benchmarks.world_tables rows     every row that can be modelled
-    python -m benchmarks.world_tables cards    the best-known models, as in docs/simulation.md
-
-neo-desktop divides no experts of models that run with Transformers' code; those rows say so.
+python -m benchmarks.world_tables rows     every row that can be modelled
+python -m benchmarks.world_tables cards    the best-known models, as in docs/simulation.md
 """
 
 import argparse
@@ -11,9 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
-from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.predict.weight_plan import divides_experts
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.dense import DENSE
@@ -81,11 +77,7 @@ def ours(row: Row) -> tuple[str, str]:
     found = []
     for tokens in (None, row["context"]):
         rate = chat_rate(row.gpu.name, config, form, row["context"], tokens, host)
-        if rate is None:
-            found.append("does not fit")
-        else:
-            divided = row["model"] in TRACED_SHAPES and divides_experts(config, rate[1])
-            found.append(f"{rate[0]:.3g}" + (" if experts were divided" if divided else ""))
+        found.append("does not fit" if rate is None else f"{rate[0]:.3g}")
     return found[0], found[1]
 
 

@@ -22,7 +22,7 @@ class ExpertPiece:
 
     first: int  # place of the first expert; the others follow
     count: int
-    matrices: tuple[tuple[OffloadedLinear, tuple[Piece, ...]], ...]  # gates, ups, downs
+    matrices: tuple[tuple[OffloadedLinear, tuple[Piece, ...]], ...]  # gates, ups, downs; or ups, downs
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -44,8 +44,8 @@ class ExpertPiece:
             room: `[at least elements]` on the device, in the model's dtype: scratch.
             gating: see `StackedExperts`.
         """
-        gate, up, down = self._matrices(staged, room)
-        return StackedExperts(self.count, gate, up, down, gating)
+        *gate_up, down = self._matrices(staged, room)
+        return StackedExperts(self.count, gate_up[0], gate_up[-1], down, gating)
 
     def _matrices(self, staged: Tensor, room: Tensor) -> Iterator[Stacked]:
         byte, number = 0, 0
@@ -79,7 +79,7 @@ def expert_pieces(
     """Return the pieces that stream experts in host memory to the device.
 
     Args:
-        matrices: the layer's gates, ups and downs.
+        matrices: the layer's gates, ups and downs; or ups and downs.
         count: number of experts in the layer.
         first: place of the first expert.
         experts: numbers of the experts in host memory, from 0.

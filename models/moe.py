@@ -24,7 +24,9 @@ from neo_desktop.models.operators import Operators
 
 # x, ids, weights, room, out: see `expert_operators.multiply_experts`.
 Multiply = Callable[[Tensor, Tensor, Tensor, ExpertScratch, Tensor], None]
-_Matrices = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
+Matrices = tuple[Linear, Linear, Linear]
+"""A layer's gates, ups and downs, each with the experts' stacked; gates and ups may be one object."""
+_Split = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
 
 
 class MoE:
@@ -34,22 +36,28 @@ class MoE:
     computes the others. Places order the experts: first those on the device, then those in host memory.
 
     Args:
-        weights: of the layer.
         config: sizes of the experts.
         operators: of the device.
+        router: None: the caller selects the experts.
         slots: of the layer's experts; None: a place is the expert's number.
     """
 
     def __init__(
-        self, weights: Experts, config: ExpertsConfig, operators: Operators, slots: LayerSlots | None = None
+        self,
+        matrices: Matrices,
+        config: ExpertsConfig,
+        operators: Operators,
+        *,
+        router: Linear | None = None,
+        slots: LayerSlots | None = None,
     ) -> None:
-        self._router, self._config, self._operators = weights.router, config, operators
+        self._router, self._config, self._operators = router, config, operators
         self.slots = slots
         self._num_resident = config.count
-        self._split: _Matrices | None = None
+        self._split: _Split | None = None
         self.on_host: native.PackedExperts | None = None
         self._on_device: Multiply | None = None
-        gate, up, down = weights.gate, weights.up, weights.down
+        gate, up, down = matrices
         if (
             isinstance(gate, OffloadedLinear)
             and isinstance(up, OffloadedLinear)
@@ -80,6 +88,12 @@ class MoE:
             return len(self.slots.on_host)
         return self._config.count - self._num_resident
 
+    def scratch(self, x: Tensor) -> ExpertScratch:
+        """Allocate scratch memory for x `[n, hidden]`."""
+        config = self._config
+        sizes = config.count, config.per_token, config.intermediate_size, x.shape[1]
+        return ExpertScratch.empty(len(x), *sizes, x.dtype, x.device)
+
     def pieces(self, streamed: int, dtype: torch.dtype) -> list[ExpertPiece]:
         """Return the pieces to stream to the device, in order.
 
@@ -90,7 +104,8 @@ class MoE:
         if self._split is None:
             return []
         experts = range(streamed) if self.slots is None else self.slots.on_host[:streamed]
-        return expert_pieces(self._split, self._config.count, self._num_resident, experts, dtype)
+        matrices = tuple(dict.fromkeys(self._split))
+        return expert_pieces(matrices, self._config.count, self._num_resident, experts, dtype)
 
     def route(self, x: Tensor, room: ExpertScratch) -> None:
         """Select experts for x `[n, hidden]`.
@@ -99,6 +114,7 @@ class MoE:
             x: on the device.
             room: receives the routing.
         """
+        assert self._router is not None
         logits = self._router.multiply(x, room.logits)
         ids, weights, _ = room.choice
         self._operators.choose_experts(logits, self._config.normalises, ids, weights)
@@ -124,6 +140,21 @@ class MoE:
         for some, own, shares, scratch, into in passes(x, ids, weights, room, out):
             among = own if self.on_host is None else ids_among(self._places(own), 0, self._num_resident)
             self._on_device(some, among, shares, scratch, into)
+
+    def multiply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """Compute all experts, the device's before the CPU's; arguments as in `multiply_on_device`."""
+        if self.has_device_part:
+            self.multiply_on_device(x, room, out)
+        else:
+            out.zero_()
+        if self.on_host is None:
+            return
+        self.find_host_ids(room, 0)
+        x = x.contiguous().cpu()
+        product, ids, weights = torch.empty_like(x), room.choice.host_ids.cpu(), room.choice.weights.cpu()
+        for some in passes(x, ids, weights, self.scratch(x), product):
+            _multiply_packed(self.on_host, *some)
+        out.add_(product.to(out.device))
 
     def multiply_piece(
         self,
@@ -164,9 +195,11 @@ def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
         return slots.of(gate) if slots is not None and isinstance(gate, OffloadedLinear) else None
 
     return {
-        index: MoE(layer.mlp, config, operators, slots_of(layer.mlp.gate))
+        index: MoE(
+            (mlp.gate, mlp.up, mlp.down), config, operators, router=mlp.router, slots=slots_of(mlp.gate)
+        )
         for index, layer in layers
-        if isinstance(layer.mlp, Experts)
+        if isinstance(mlp := layer.mlp, Experts)
     }
 
 
@@ -178,13 +211,10 @@ def _packed(
     return native.packed_experts(count, gate, up, down, clamped, gate_by=name)
 
 
-def multiply_of(
-    matrices: tuple[Linear, Linear, Linear], count: int, gating: Gating, operators: Operators
-) -> Multiply:
+def multiply_of(matrices: Matrices, count: int, gating: Gating, operators: Operators) -> Multiply:
     """Return a function that computes routed experts.
 
     Args:
-        matrices: the experts' gates, ups and downs; gates and ups may be one object.
         count: number of experts.
         gating: see `ExpertsConfig`.
         operators: of the device.

@@ -24,6 +24,7 @@ from neo_desktop.models.operators import Operators, Store
 from neo_desktop.models.state import ATTENTION, COS, GIVEN, QKV, RESIDUAL, SIN, State, X, given_buffers
 from neo_desktop.native import Columns, RowProgram
 
+EXPERTS = "experts"  # name of a layer's experts in a turn
 MAX_ROWS = 32  # of a row program: their quantised form fits a core's caches; more rows gain nothing
 
 Reduce = Callable[[Tensor], object]
@@ -45,7 +46,7 @@ COLUMNS = {
 class Product:
     """A matmul with an offloaded matrix."""
 
-    name: str  # one of `TURN`
+    name: str  # one of `Stages.turn`
     linear: OffloadedLinear
     x: Tensor  # [n, columns], contiguous
     out: Tensor  # [n, rows]
@@ -55,6 +56,7 @@ class Product:
 class DividedExperts:
     """A layer's experts that are partly in host memory, and the rows routed to them."""
 
+    name: str  # one of `Stages.turn`
     moe: MoE
     x: Tensor  # [rows, hidden]: reusable after the device's experts have read it
     room: ExpertScratch  # has the routing
@@ -152,7 +154,7 @@ def experts(moe: MoE) -> list[Op]:
         moe.multiply_on_device(state.scratch.normed, _room(state), state.x)
 
     def cut(state: State) -> Cut:
-        return DividedExperts(moe, state.scratch.normed, _room(state), state.x)
+        return DividedExperts(EXPERTS, moe, state.scratch.normed, _room(state), state.x)
 
     route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)))
     return [route, Op(run, cut=None if moe.on_host is None else cut)]

@@ -22,11 +22,12 @@ from torch import Tensor
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.attention import specs_of
-from neo_desktop.models.decoder import Decoder, GatedMLP
+from neo_desktop.models.decoder import TURN, Decoder, GatedMLP
 from neo_desktop.models.linear.offloaded import OffloadedLinear
-from neo_desktop.models.moe import moe_layers
+from neo_desktop.models.moe import MoE, moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.ops import (
+    EXPERTS,
     MAX_ROWS,
     Cut,
     Op,
@@ -60,8 +61,9 @@ class Stages:
         has_head: this part has the head.
     """
 
+    turn: tuple[str, ...] = (TURN[0], EXPERTS, *TURN[1:])
+    """Names of the cuts of a turn that the CPU takes part in, in order; see `offloaded_matrices`."""
     ends_with_states = False  # True if a recurrent layer follows the last attention
-    writes_in_place = True  # True if stages write only to the given memory, as CUDA graphs require
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Stages:
         self.config = decoder.config
         self.attention = specs_of(decoder.config, decoder.sinks)  # by layer
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
-        self.moe_layers = moe_layers(decoder, self._operators)  # by layer
+        self._moe_layers = moe_layers(decoder, self._operators)  # by layer
         self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
         self._programs = [
@@ -93,13 +95,19 @@ class Stages:
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
-        """The offloaded matrices, by stage and by name in `TURN`, in the order of their use."""
+        """The offloaded matrices, by stage and by name in `turn`, in the order of their use."""
         return {
             (index, op.offloaded[0]): op.offloaded[1]
             for index, ops in enumerate(self._ops)
             for op in ops
             if op.offloaded is not None
         }
+
+    @property
+    def divided_experts(self) -> dict[tuple[int, str], MoE]:
+        """The MoE layers with experts in host memory, by stage and by name in `turn`, in order."""
+        layers = self._moe_layers.items()
+        return {(layer + 1, EXPERTS): moe for layer, moe in layers if moe.on_host is not None}
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Start an iteration: embed the tokens [rows], and compute RoPE for their positions [rows]."""
@@ -157,7 +165,7 @@ class Stages:
                     matmul("down", layer.mlp.down, "scratch.gated", "x"),
                 ]
             else:
-                ops += experts(self.moe_layers[index - 1])
+                ops += experts(self._moe_layers[index - 1])
             ops += sums
         if index < config.num_layers:
             layer = layers[index]

@@ -37,7 +37,6 @@ from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     bound_ms,
-    divides_experts,
     layer_matrices,
     least_gpu_bytes,
     plan_weights,
@@ -270,8 +269,6 @@ def on_card(name: str, config: ModelConfig, form: WeightFormat) -> str:
     if found is None:
         return "does not fit"
     rate, plan = found
-    if config.table and divides_experts(config, plan):
-        return "does not fit"  # the engine does not divide them
     return f"{rate:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")
 
 

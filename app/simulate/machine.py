@@ -14,7 +14,7 @@ from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.mtp import Layer, plan_beside
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.weight_plan import WeightPlan, divides_experts
+from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.weight_memory import QUANTISATIONS, plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -82,7 +82,6 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
         plan = planned(engine, free)
         divided = DividedWeights.of(plan, rates, config, form, dtype)
         is_split = divided is not None and divided.plan.is_split
-        _check_experts(config, plan)
         budget = kv_budget(own_gpu, own_host, config, dtype, limits, form, plan if is_split else None)
     except MemoryError as error:
         if options.model is None:
@@ -90,15 +89,6 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
         raise MemoryError(f"{error} ({_usual_model(gpu, host, limits)} would leave room)") from None
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     return Machine(gpu, host, name, options.model is None, config, form, dtype, cost, budget, divided)
-
-
-def _check_experts(config: ModelConfig, plan: WeightPlan | None) -> None:
-    """Raise MemoryError if experts of a traced model do not fit the GPU."""
-    if config.table and plan is not None and divides_experts(config, plan):
-        raise MemoryError(
-            f"the weights of this model take {(plan.gpu_bytes + plan.host_bytes) / 1e9:.1f} GB, and its "
-            "experts must be in GPU memory: choose a smaller model or a larger GPU"
-        )
 
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset, HostPreset]:

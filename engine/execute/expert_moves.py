@@ -34,13 +34,17 @@ class ExpertMoves:
     """The moves of a model's experts, and what the device's table of places shows.
 
     Args:
-        turns: Turn -> layer, of the layers with slots.
+        turns: Turn and name in it -> layer, of the layers with slots.
         rows: For each sub-batch, the most rows of an iteration that counts.
         per_token: Experts of a row.
     """
 
     def __init__(
-        self, slots: ExpertSlots, turns: Mapping[int, LayerSlots], rows: Sequence[int], per_token: int
+        self,
+        slots: ExpertSlots,
+        turns: Mapping[tuple[int, str], LayerSlots],
+        rows: Sequence[int],
+        per_token: int,
     ) -> None:
         self._slots, self._turns, self._rows = slots, turns, rows
         device = slots.places.device
@@ -67,12 +71,15 @@ class ExpertMoves:
         """Return True if the log has room for the rows of a sub-batch."""
         return rows <= self._rows[index]
 
-    def log_of(self, index: int, rows: int) -> Mapping[int, Tensor]:
-        """Return turn -> room for the chosen experts of a sub-batch, [rows, per token]; empty: no log."""
+    def log_of(self, index: int, rows: int) -> Mapping[tuple[int, str], Tensor]:
+        """Return the room for the chosen experts of a sub-batch, [rows, per token], by turn and name.
+
+        Empty: there is no room.
+        """
         if not self.logs(index, rows):
             return {}
         where = slice(first := sum(self._rows[:index]), first + rows)
-        return {turn: self._log[layer.index, where] for turn, layer in self._turns.items()}
+        return {key: self._log[layer.index, where] for key, layer in self._turns.items()}
 
     def beside(self, rows: Mapping[int, Sequence[int]], *, decides: bool) -> "MovesBeside":
         """Return the moves of the next iteration; those of a failed one are given up.

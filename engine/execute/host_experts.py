@@ -22,10 +22,10 @@ class ExpertRoom:
     Args:
         rows: Number of rows of a sub-batch.
         decoder: The decoder of a model with experts.
-        flags: The sub-batch's flags.
+        flags: The sub-batch's flags, by name in a turn.
     """
 
-    def __init__(self, rows: int, decoder: Decoder, flags: Tensor) -> None:
+    def __init__(self, rows: int, decoder: Decoder, flags: Mapping[str, Tensor]) -> None:
         config, device = decoder.config, decoder.device
         assert config.experts is not None
         hidden, per_token, count = config.hidden_size, config.experts.per_token, config.experts.count
@@ -43,13 +43,14 @@ class ExpertRoom:
     @property
     def on_host(self) -> Iterator[Tensor]:
         """The tensors that graphs copy from and to."""
-        yield from (self.x, self.out, self.ids, self.weights, self.flags)
+        yield from (self.x, self.out, self.ids, self.weights, *self.flags.values())
 
 
 @dataclass(frozen=True, slots=True)
 class HostExperts:
-    """The CPU's experts in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
+    """The CPU's experts of one name, in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
 
+    name: str
     index: int  # index of the sub-batch
     rows: int
     room: ExpertRoom
@@ -57,19 +58,25 @@ class HostExperts:
 
     @classmethod
     def of(
-        cls, index: int, rows: int, moe_layers: Mapping[int, MoE], num_turns: int, room: ExpertRoom
+        cls,
+        name: str,
+        index: int,
+        rows: int,
+        moe_layers: Mapping[int, MoE],
+        num_turns: int,
+        room: ExpertRoom,
     ) -> Self:
         """Make the experts of the CPU in these MoE layers, by turn."""
         experts = [moe_layers[turn].on_host if turn in moe_layers else None for turn in range(num_turns)]
         scratch = room.scratch.first(rows)
         given = room.x[:rows], room.ids[:rows], room.weights[:rows]
         tensors = *given, scratch.gate_up, scratch.gated, scratch.products, room.out[:rows]
-        task = experts_task(experts, tensors, room.flags, owners=moe_layers, index=index)
-        return cls(index, rows, room, HostTask.of(task, Lane.CPU, "experts on the CPU", index, rows))
+        task = experts_task(experts, tensors, room.flags[name], owners=moe_layers, index=index)
+        return cls(name, index, rows, room, HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows))
 
     def what(self, turn: int) -> Stage:
         """Return the stage for the transfers of a turn."""
-        return Stage("experts", turn, self.index, self.rows)
+        return Stage(self.name, turn, self.index, self.rows)
 
     def take(self, x: Tensor, choice: Choice) -> None:
         """Copy rows `[rows, hidden]` and their routing to host memory."""

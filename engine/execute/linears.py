@@ -37,7 +37,7 @@ class Linears:
         moves: MovesBeside | None = None,
     ) -> None:
         self.stages = stages
-        self.are_capturable = are_capturable and stages.writes_in_place
+        self.are_capturable = are_capturable
         # Ranks cut their stages at all-reduces, which no graph contains; that only pays with graphs.
         self.are_cut_at_sums = stages.is_part and self.are_capturable
         self._products, self._used = products, used

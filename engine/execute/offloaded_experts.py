@@ -51,10 +51,10 @@ class DividedMoE:
 class ExpertPass:
     """The MoE layers of a range of turns, for rows of a sub-batch."""
 
-    divided: Mapping[int, DividedMoE]  # turn -> divided MoE layer
-    host: HostExperts | None  # None: the CPU has no experts in these turns
+    divided: Mapping[tuple[int, str], DividedMoE]  # (turn, name) -> divided MoE layer
+    hosts: Mapping[str, HostExperts]  # names of layers with experts of the CPU in these turns
     numbers: Tensor  # device scratch for the largest piece
-    log: Mapping[int, Tensor]  # turn -> room for the ids of chosen experts; see `ExpertMoves.log_of`
+    log: Mapping[tuple[int, str], Tensor]  # room for the ids of chosen experts; see `ExpertMoves.log_of`
 
     def submit(
         self, launcher: Launcher, stream: WeightStream, stage: Stage, experts: DividedExperts, made: Signal
@@ -68,7 +68,7 @@ class ExpertPass:
             made: The signal that the input is ready.
         """
         turn, x, room, out = stage.layer, experts.x, experts.room, experts.out
-        divided, moe = self.divided[turn], experts.moe
+        divided, moe = self.divided[turn, experts.name], experts.moe
         computed = self._compute(launcher, stage, experts) if divided.has_host_part else None
         last, adds = made, moe.has_device_part
         if moe.has_device_part:
@@ -79,9 +79,10 @@ class ExpertPass:
             multiply = partial(moe.multiply_piece, piece, *where, adds=adds)
             last, adds = launcher.run(Lane.DEVICE, stage, multiply, (arrived,)), True
             stream.give_back(launcher, last)
-        if self.host is None or computed is None:
+        if computed is None:
             return []
-        what, host_out = self.host.what(turn), self.host.out
+        host = self.hosts[experts.name]
+        what, host_out = host.what(turn), host.out
         if not adds:
             bring = partial(out.copy_, host_out, non_blocking=True)
             return [launcher.run(Lane.TO_DEVICE, what, bring, (computed,))]
@@ -93,8 +94,7 @@ class ExpertPass:
 
     def _compute(self, launcher: Launcher, stage: Stage, experts: DividedExperts) -> Signal:
         """Submit the CPU's experts; return the signal of their end."""
-        host, turn = self.host, stage.layer
-        assert host is not None
+        host, turn = self.hosts[experts.name], stage.layer
         find = partial(self._find_host_ids, experts, turn)
         routed = launcher.run(Lane.DEVICE, stage, find)
         send = partial(host.take, experts.x, experts.room.choice)
@@ -102,6 +102,7 @@ class ExpertPass:
         return launcher.host(host.task, turn, (sent,))
 
     def _find_host_ids(self, experts: DividedExperts, turn: int) -> None:
-        if turn in self.log:
-            self.log[turn].copy_(experts.room.choice.ids)
-        experts.moe.find_host_ids(experts.room, self.divided[turn].streamed)
+        key = turn, experts.name
+        if key in self.log:
+            self.log[key].copy_(experts.room.choice.ids)
+        experts.moe.find_host_ids(experts.room, self.divided[key].streamed)

@@ -31,7 +31,6 @@ from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
 from neo_desktop.engine.execute.workspace import Memory
-from neo_desktop.models.decoder import TURN
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
 from neo_desktop.models.ops import DividedExperts, Product
@@ -172,34 +171,31 @@ class OffloadedMatmuls:
         self._decoder = decoder = stages.decoder
         self.num_turns = decoder.config.num_layers + 1
         self.splits = stages.offloaded_matrices
-        self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
+        self.moe_layers = stages.divided_experts
+        used = {name for _, name in (*self.splits, *self.moe_layers)}
+        self.names = [name for name in stages.turn if name in used]  # in the order of a turn
         # (sub-batch, rows, turns, shares) -> matmuls; making them is slow
         self._passes: dict[tuple[int, int, range, float, float], OffloadedPass] = {}
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
-        self._divided_moe: dict[float, dict[int, DividedMoE]] = {}
+        self._divided_moe: dict[float, dict[tuple[int, str], DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
         flags = [
             {
                 name: host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-                for name in self._names
+                for name in self.names
             }
             for _ in rows
         ]
         self._rooms = _Rooms(
             [
-                partial(HostRoom, splits=self.splits.values(), flags=matrix_flags, dtype=dtype, device=device)
-                for matrix_flags in flags
+                partial(HostRoom, splits=self.splits.values(), flags=own, dtype=dtype, device=device)
+                for own in flags
             ],
             rows,
         )
-        moe_layers = stages.moe_layers.items()
-        self.moe_layers = {layer + 1: each for layer, each in moe_layers if each.on_host is not None}
-        expert_flags = [
-            host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-            for _ in (rows if self.moe_layers else ())
-        ]
+        expert_flags = flags if self.moe_layers else []
         self._expert_rooms = _Rooms(
-            [partial(ExpertRoom, decoder=decoder, flags=moe_flags) for moe_flags in expert_flags], rows
+            [partial(ExpertRoom, decoder=decoder, flags=own) for own in expert_flags], rows
         )
         pieces: list[Piece | ExpertPiece] = []
         for split in self.splits.values():
@@ -223,7 +219,7 @@ class OffloadedMatmuls:
         self.moves: ExpertMoves | None = None  # None: experts stay where they are
         # Copies from pageable memory would block the launching thread.
         if moves_experts and slots is not None and experts is not None and suits_graphs(sources, device):
-            turns = {turn: moe.slots for turn, moe in self.moe_layers.items() if moe.slots is not None}
+            turns = {key: moe.slots for key, moe in self.moe_layers.items() if moe.slots is not None}
             self.moves = ExpertMoves(slots, turns, rows, experts.per_token)
 
     def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
@@ -245,7 +241,7 @@ class OffloadedMatmuls:
         room = self._rooms.of(index, rows)
         divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
         hosts = {}
-        for name in self._names:
+        for name in self.names:
             on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if on_host:
                 hosts[name] = HostProduct.of(name, index, rows, on_host, self.num_turns, room)
@@ -258,12 +254,12 @@ class OffloadedMatmuls:
         """Return a stream of an iteration's pieces, in the order of their use."""
         return WeightStream(pieces, self.buffers, self.staging)
 
-    def divided_moe(self, rows: int) -> Mapping[int, DividedMoE]:
-        """Return the division of the experts for `rows` rows, by turn."""
+    def divided_moe(self, rows: int) -> Mapping[tuple[int, str], DividedMoE]:
+        """Return the division of the experts for `rows` rows, by turn and name, in the order of a turn."""
         share, dtype = self._expert_share(rows), self._decoder.dtype
         if share not in self._divided_moe:
             self._divided_moe[share] = {
-                turn: DividedMoE.of(moe, share, dtype) for turn, moe in self.moe_layers.items()
+                key: DividedMoE.of(moe, share, dtype) for key, moe in self.moe_layers.items()
             }
         return self._divided_moe[share]
 
@@ -298,13 +294,14 @@ class OffloadedMatmuls:
         return beside
 
     def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
-        divided = {turn: each for turn, each in self.divided_moe(rows).items() if turn in turns}
-        on_host = {turn: each.moe for turn, each in divided.items() if each.has_host_part}
-        host = None
-        if on_host:
-            host = HostExperts.of(index, rows, on_host, self.num_turns, self._expert_rooms.of(index, rows))
+        divided = {key: each for key, each in self.divided_moe(rows).items() if key[0] in turns}
+        by_cpu = [(key, each.moe) for key, each in divided.items() if each.has_host_part]
+        hosts = {}
+        for name in dict.fromkeys(name for (_, name), _ in by_cpu):
+            of_name, room = {turn: moe for (turn, other), moe in by_cpu if other == name}, self._expert_rooms
+            hosts[name] = HostExperts.of(name, index, rows, of_name, self.num_turns, room.of(index, rows))
         log = {} if self.moves is None else self.moves.log_of(index, rows)
-        return ExpertPass(divided, host, self.room, log)
+        return ExpertPass(divided, hosts, self.room, log)
 
 
 def _divide(split: OffloadedLinear, share: float) -> Divided:
@@ -332,18 +329,16 @@ class OffloadedPass:
     @property
     def tasks(self) -> list[HostTask]:
         """The CPU's work, in the order of a turn."""
-        before = [host.task for name, host in self.hosts.items() if name == "output"]
-        others = [host.task for name, host in self.hosts.items() if name != "output"]
-        return [*before, *([] if self.experts.host is None else [self.experts.host.task]), *others]
+        hosts: Mapping[str, HostProduct | HostExperts] = {**self.hosts, **self.experts.hosts}
+        return [hosts[name].task for name in self.products.names if name in hosts]
 
     def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
         """Yield the pieces that a turn streams to the device."""
         stage = Stage("weights", turn, self.index, self.rows)
-        for name in TURN:
-            if name == "qkv" and turn in self.experts.divided:  # experts replace gate_up and down
-                yield from ((stage, piece) for piece in self.experts.divided[turn].pieces)
-            if (turn, name) in self.divided:
-                yield from ((stage, piece) for piece in self.divided[turn, name].pieces)
+        for name in self.products.names:
+            key = turn, name
+            divided = self.divided.get(key) or self.experts.divided.get(key)
+            yield from ((stage, piece) for piece in (divided.pieces if divided else ()))
 
     def advance(
         self,

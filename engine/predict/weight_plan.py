@@ -6,7 +6,7 @@ See the paper's section 4.5. `offloaded_matmul` computes with the weights in hos
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -77,13 +77,14 @@ def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) 
         )
 
     stays = {name for name, m in config.each_matrix() if name.split(".")[-1] in _ALWAYS}
-    if config.experts is None:  # experts of a traced model are not divided
+    if config.experts is None:  # experts of layers that differ are not divided
         stays |= {name for name, m in config.each_matrix() if m.experts}
     matrices = {name: sizes(name, m) for name, m in config.each_matrix() if name not in stays}
     if config.experts is None:
         return matrices
     for layer in config.experts.layers:
-        parts = [matrices.pop(f"{layer}.{part}") for part in _PARTS]
+        names = [f"{layer}.{part}" for part in _PARTS]
+        parts = [matrices.pop(name) for name in names if name in matrices]  # some experts have no gates
         matrices[f"{layer}.{EXPERTS}"] = Sizes(
             config.experts.count,
             sum(part.parameters for part in parts) // config.experts.count,
@@ -101,19 +102,11 @@ def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) 
 def with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, int]:
     """Add the resident rows of the experts' matrices."""
     rows = dict(resident)
-    if config.experts is not None:
-        for layer, part in product(config.experts.layers, _PARTS):
-            expert_rows = config.matrices[part].rows // config.experts.count
-            rows[f"{layer}.{part}"] = resident[f"{layer}.{EXPERTS}"] * expert_rows
+    for name, matrix in config.each_matrix() if config.experts is not None else ():
+        if matrix.experts:
+            layer = name.partition(".")[0]
+            rows[name] = resident[f"{layer}.{EXPERTS}"] * matrix.rows // matrix.experts
     return rows
-
-
-def divides_experts(config: ModelConfig, plan: WeightPlan | None) -> bool:
-    """Return True if a plan puts experts into host memory."""
-    if plan is None or config.experts is None:
-        return False
-    count, layers = config.experts.count, config.experts.layers
-    return any(plan.resident_rows[f"{layer}.{EXPERTS}"] < count for layer in layers)
 
 
 def slotted_experts(

@@ -42,7 +42,7 @@ from neo_desktop.engine.profiling.synthetic import (
 )
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.unused_memory import return_memory
-from neo_desktop.models.decoder import Decoder, Experts
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -50,7 +50,6 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 MOST_RUNS = 3  # launched one by one, captured, launched as a graph
 SHORT_CONTEXT = BLOCK_SIZE  # of decodes whose attention does not matter
 FEW_ROWS = 8  # of an iteration whose time outside the layers counts
-EXPERT_MATRICES = ("gate", "up", "down")
 
 Build = Callable[[Decoder, KVStorage, Timeline], ModelRunner]
 
@@ -313,8 +312,6 @@ def _pool_of(tier: KVTier, decoder: Decoder, storage: KVStorage) -> KVPool:
 
 def _undecided_shares(decoder: Decoder) -> list[str]:
     """Return the attributes with the shares of this model: of matrices, and of experts."""
-    mlps = [getattr(weights, "mlp", None) for weights in decoder.layers]
-    num_experts = sum(isinstance(mlp, Experts) and isinstance(mlp.gate, OffloadedLinear) for mlp in mlps)
-    num_offloaded = sum(isinstance(linear, OffloadedLinear) for linear in decoder.linears())
-    has_matrices = num_offloaded > len(EXPERT_MATRICES) * num_experts
-    return ["streamed_shares"] * has_matrices + ["streamed_experts"] * (num_experts > 0)
+    split = [name for name, linear in decoder.matrices.items() if isinstance(linear, OffloadedLinear)]
+    of_experts = ["experts_" in name for name in split]
+    return ["streamed_shares"] * (not all(of_experts)) + ["streamed_experts"] * any(of_experts)

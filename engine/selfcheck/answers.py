@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 
 import torch
@@ -22,6 +22,7 @@ from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.tokenizer import ByteTokenizer
+from neo_desktop.models.traced.config import TracedConfig
 
 LOADING_DEADLINE_S = 900.0  # large weights on a slow disk; first outputs on a slow computer
 LEAST_DEADLINE_S = 60.0  # for other outputs: compilation takes a while
@@ -188,6 +189,10 @@ class AnswerChecks:
 def quick_shape(config: ModelConfig) -> ModelConfig:
     """Return a shape with few weights, whose attention and offload transfers are as demanding."""
     layers = min(QUICK_LAYERS, config.num_layers)
+    if isinstance(config, TracedConfig):  # the decoder here, with the same attention
+        given = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+        given |= {"intermediate_size": QUICK_INTERMEDIATE, "rms_norm_eps": 1e-6}
+        config = ModelConfig(**(given | {"experts": None, "state_shapes": ()}))
     experts = config.experts
     if experts is not None:
         experts = replace(

@@ -217,7 +217,7 @@ def _stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
     stacks: dict[str, list[list[str]]] = {}
     for fused in matrices_of(config):
         if fused.experts:
-            layer = _NUMBER.search(fused.name)
+            layer = _NUMBER.search(fused.weights[0])
             prefix, kind = f"blk.{layer[1] if layer else 0}.", fused.name.rpartition("experts_")[2]
             stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(fused.weights)]
             if fused.biases:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
@@ -18,9 +19,11 @@ from neo_desktop.models.traced.fused import Given, LookUp, Product
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
+from neo_desktop.models.traced.sizes import Mixed
 
 Code = Callable[..., Any]
 RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stages
+ROOM: Any = "room"  # stands for the stage's `ExpertScratch`
 
 
 class Part(NamedTuple):
@@ -52,14 +55,17 @@ class Builder:
             for index, weight in enumerate(fused.weights)
         }
         self._moe_layers = {
-            each.gate_up: ExpertsProduct(
-                each, [decoder.matrices[fused.name] for fused in each.matrices], operators
-            )
+            each.gate_up: self._experts([decoder.matrices[fused.name] for fused in each.matrices], each)
             for each in decoder.spec.moe_layers
         }
         if decoder.spec.head is None:
             self._products[decoder.spec.embedding] = Part(decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
+
+    def _experts(self, matrices: list[Linear], of_layer: Mixed) -> ExpertsProduct:
+        slots, first = self._decoder.expert_slots, matrices[0]
+        own = slots.of(first) if slots is not None and isinstance(first, OffloadedLinear) else None
+        return ExpertsProduct(of_layer, matrices, self._operators, own)
 
     def _product(self, node: fx.Node) -> Part | None:
         """Return a node's part of a matmul by the decoder; None: another operator or matmul."""
@@ -101,7 +107,7 @@ class Builder:
             self._copy(graph, self._cut.positional, known, rows)
         else:
             memory, rotation, attended = map(graph.placeholder, ("carried", "rotation", "attended"))
-            known[RECURRENT] = graph.placeholder("recurrent")
+            known[RECURRENT], known[ROOM] = map(graph.placeholder, (RECURRENT, ROOM))
             rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
             self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
             self._unpack(graph, rotation, self._cut.rotations, known, rows)
@@ -252,7 +258,8 @@ class Builder:
             module = Scan(given[6], self._operators, is_delta=given[5])
             return self._attribute("scan", module), [RECURRENT, *given[:5]]
         if name == "experts":
-            return self._attribute("experts", self._moe_layers[self._graph.parameters[given[3]]]), given[:3]
+            module = self._moe_layers[self._graph.parameters[given[3]]]
+            return self._attribute("experts", module), [*given[:3], ROOM]
         if name == "deepstack":
             return self._attribute("deepstack", DeepStack(self._decoder, given[1])), given[:1]
         return None

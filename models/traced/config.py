@@ -9,6 +9,7 @@ from typing import Any
 
 from neo_desktop.models import limits
 from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.rope import RopeConfig
@@ -154,11 +155,23 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
         ),
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
+        experts=_experts(found),
         state_shapes=found.states,
         source=source,
         of_model=found,
         **stated,
     )
+
+
+def _experts(found: TracedSpec) -> ExpertsConfig | None:
+    """Return the sizes of the experts, with one layer number per mixture, in order.
+
+    None: there are no experts, or the mixtures differ, so that all experts are on the device.
+    """
+    sizes = {moe.config for moe in found.moe_layers}
+    if len(sizes) != 1 or {moe.hidden_size for moe in found.moe_layers} != {found.hidden_size}:
+        return None
+    return replace(sizes.pop(), layers=tuple(range(len(found.moe_layers))))
 
 
 def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:

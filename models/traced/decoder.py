@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder, empty_embedding
+from neo_desktop.models.expert_slots import expert_slots
 from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.traced.config import TracedConfig
@@ -64,6 +66,10 @@ class TracedDecoder(Decoder):
         if of_model.sinks:
             self.layers = [TracedLayer(self.tensors[name]) for name in of_model.sinks]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
+        if isinstance(form, OffloadedFormat) and config.experts is not None:
+            mixtures = [[self.matrices[fused.name] for fused in moe.matrices] for moe in of_model.moe_layers]
+            stacks = ((each[0], each[-2], each[-1]) for each in mixtures)
+            self.expert_slots = expert_slots(stacks, config.experts.count, form.moves, device)
         self.stages: Any = None  # `TracedStages`, made once
         # Rows of the next `TracedStages.embed`, and embeddings that replace those of their tokens.
         self.given: tuple[Tensor, Tensor] | None = None

@@ -7,21 +7,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.expert_operators import ExpertScratch, gated, passes
+from neo_desktop.models.expert_operators import ExpertScratch, gated
+from neo_desktop.models.expert_slots import LayerSlots
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.linear.protocol import Linear
-from neo_desktop.models.moe import multiply_of
+from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first_matrix
 from neo_desktop.models.traced.sizes import FusedSizes, Mixed
 
 
-def mixed(call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
+def mixed(call: ExpertsCall, names: Mapping[int, str], index: int) -> Mixed:
     """Return the sizes of a layer's experts.
 
     Args:
         names: id of a parameter -> its name.
+        index: of the layer, among those with experts.
 
     Raise CannotCutError if the experts are not supported.
     """
@@ -35,14 +37,13 @@ def mixed(call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
         raise CannotCutError(f"its experts' sizes are not multiples of {EXPERT_UNIT}")
     gating = _gating(module._apply_gate) if module.has_gate else _squared(module.act_fn)
     parameters = names[id(gate_up)], names[id(down)]
-    prefix = parameters[0].rpartition(".")[0].removesuffix(".experts")
 
     def matrix(kind: str) -> FusedSizes:
         parameter, rows, columns = parameters[0], intermediate, hidden
         if kind == "down":
             parameter, rows, columns = parameters[1], hidden, intermediate
         weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
-        return FusedSizes(weights, (), (rows,) * count, columns, f"{prefix}.experts_{kind}", count)
+        return FusedSizes(weights, (), (rows,) * count, columns, f"{index}.experts_{kind}", count)
 
     return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
 
@@ -89,17 +90,19 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
 class ExpertsProduct(nn.Module):
     """Routed experts; see `capture.experts`."""
 
-    def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
+    def __init__(
+        self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators, slots: LayerSlots | None
+    ) -> None:
         super().__init__()
         gate, up, down = matrices if len(matrices) == 3 else (matrices[0], *matrices)
-        self._multiply = multiply_of((gate, up, down), of_layer.count, of_layer.gating, operators)
-        self._intermediate = of_layer.matrices[-1].columns
+        self.moe = MoE((gate, up, down), of_layer.config, operators, slots=slots)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch | None) -> Tensor:
+        """Return the results; `room` receives the choice, None: it is allocated."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        sizes = ids.shape[1], self._intermediate, x.shape[1]
-        room = ExpertScratch.empty(len(x), 0, *sizes, x.dtype, x.device)
-        for some in passes(x, ids, weights, room, out):
-            self._multiply(*some)
+        x = x.contiguous()
+        room = room or self.moe.scratch(x)
+        room.choice.ids.copy_(ids)
+        room.choice.weights.copy_(weights)
+        self.moe.multiply(x, room, out)
         return out

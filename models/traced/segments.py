@@ -1,94 +1,102 @@
-"""A stage's code, cut at its offloaded matmuls."""
+"""A stage's code, cut at its offloaded matmuls and experts."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.offloaded import OffloadedLinear
+from neo_desktop.models.moe import MoE
+from neo_desktop.models.ops import EXPERTS
+from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import Product
+
+Named = tuple[str, OffloadedLinear | MoE]
+"""A cut's name in `Stages.turn`, and what it computes with."""
 
 
 class Segments:
-    """The code of a stage between its offloaded matmuls, which the caller computes.
+    """The code of a stage between its cuts, which the caller computes.
 
     Args:
-        products: calls of offloaded matmuls in the stage's graph -> names in `TURN`, and matrices.
+        cuts: calls of offloaded matmuls and experts in the stage's graph -> names in `Stages.turn`, and what
+            they compute with.
     """
 
-    def __init__(self, stage: fx.GraphModule, products: dict[fx.Node, tuple[str, OffloadedLinear]]) -> None:
-        parts, part = dict[fx.Node, int](), 0  # even parts are code, odd ones matmuls
+    def __init__(self, stage: fx.GraphModule, cuts: dict[fx.Node, Named]) -> None:
+        parts, part = dict[fx.Node, int](), 0  # even parts are code, odd ones cuts
         for node in stage.graph.nodes:
-            part += node in products
+            part += node in cuts
             parts[node] = part
-            part += node in products
+            part += node in cuts
         self._module = split_module(stage, stage, parts.__getitem__, keep_original_order=True)
         graph = self._module.graph
         self._inputs = graph.find_nodes(op="placeholder")
         weights = graph.find_nodes(op="get_attr")
         self._weights = {node: getattr(self._module, node.target) for node in weights}
         calls = {node.target: node for node in graph.nodes}
-        self.products = {calls[f"submod_{parts[node]}"]: named for node, named in products.items()}
+        self.cuts = {calls[f"submod_{parts[node]}"]: named for node, named in cuts.items()}
 
     def values(self, inputs: Iterable[Any]) -> dict[fx.Node, Any]:
         """Return the values of weights and inputs, which are known before; `inputs`: in the code's order."""
         return self._weights | dict(zip(self._inputs, inputs, strict=True))
 
     def run(self, values: dict[fx.Node, Any], until: fx.Node | None = None) -> Any:
-        """Compute the values of nodes before an offloaded matmul, and return the matmul's input.
+        """Compute the values of nodes before a cut, and return the cut's inputs.
 
         Args:
-            values: nodes' values so far, those of earlier matmuls included.
-            until: the matmul's node; None: compute the stage's results, and return them.
+            values: nodes' values so far, those of earlier cuts included.
+            until: the cut's node; None: compute the stage's results, and return them.
         """
         for node in self._module.graph.nodes:
             if node in values:
                 continue
             args = fx.node.map_arg(node.args, values.__getitem__)
-            if node is until or node.op == "output":
+            if node is until:
+                return args
+            if node.op == "output":
                 return args[0]
             code: Any = node.target
             values[node] = getattr(self._module, code)(*args) if node.op == "call_module" else code(*args)
-        raise AssertionError("the stage has no such matmul")
+        raise AssertionError("the stage has no such cut")
 
 
-def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, Segments]:
-    """Cut the code of stages before and after offloaded matmuls.
+def segments(pieces: Sequence[fx.GraphModule]) -> tuple[dict[int, Segments], tuple[str, ...]]:
+    """Cut the code of stages before and after offloaded matmuls, and experts in host memory.
 
-    Offloaded matmuls get names of `TURN` by their order: the last one before an attention is "qkv". All
-    matmuls with one name must have the same width. Other matmuls, and surplus ones, are not cut out: the
-    stage computes them without overlap.
+    A hybrid's stage may have many of both. Cuts get names by their number in the stage, and matmuls by their
+    width as well, because the CPU's matmuls of one name share memory. So all stages have their names in one
+    order.
 
     Args:
         pieces: all stages, in order.
 
     Returns:
-        Stage index -> segments, for the stages with cuts.
+        Stage index -> segments, for the stages with cuts; and the names of a turn, see `Stages.turn`.
     """
-    named: list[dict[fx.Node, tuple[str, OffloadedLinear]]] = []
-    widths: dict[str, Counter[int]] = defaultdict(Counter)
-    for piece in pieces:
-        calls = piece.graph.find_nodes(op="call_module")
-        modules = {node: piece.get_submodule(node.target) for node in calls}
-        linears = {node: module.linear for node, module in modules.items() if isinstance(module, Product)}
-        is_last, count = piece is pieces[-1], len(linears)
-        names = TURN[:count] if is_last else TURN[max(len(TURN) - count, 0) :]
-        nodes = list(linears)[: len(names)] if is_last else list(linears)[count - len(names) :]
-        splits = {
-            node: (name, split)
-            for node, name in zip(nodes, names, strict=True)
-            if isinstance(split := linears[node], OffloadedLinear)
-        }
-        for name, split in splits.values():
-            widths[name][split.columns] += 1
-        named.append(splits)
-    usual = {name: counts.most_common(1)[0][0] for name, counts in widths.items()}
-    cuts = [
-        {node: (name, split) for node, (name, split) in splits.items() if split.columns == usual[name]}
-        for splits in named
-    ]
-    stages = enumerate(zip(pieces, cuts, strict=True))
-    return {index: Segments(piece, splits) for index, (piece, splits) in stages if splits}
+    cuts = [{node: (place, part) for place, node, part in _cuts(piece)} for piece in pieces]
+    places = sorted({place for of_stage in cuts for place, _ in of_stage.values()})
+    names = {
+        (number, width): f"matmul {number} of width {width}" if width else f"{EXPERTS} {number}"
+        for number, width in places
+    }
+    found = {}
+    for index, (piece, of_stage) in enumerate(zip(pieces, cuts, strict=True)):
+        if of_stage:
+            named = {node: (names[place], part) for node, (place, part) in of_stage.items()}
+            found[index] = Segments(piece, named)
+    return found, tuple(names.values())
+
+
+def _cuts(piece: fx.GraphModule) -> Iterator[tuple[tuple[int, int], fx.Node, OffloadedLinear | MoE]]:
+    """Yield number and width (of experts 0), node, and matrix or experts of a stage's cuts, in order."""
+    number = 0
+    for node in piece.graph.find_nodes(op="call_module"):
+        module = piece.get_submodule(node.target)
+        if isinstance(module, Product) and isinstance(module.linear, OffloadedLinear):
+            number += 1
+            yield (number, module.linear.columns), node, module.linear
+        elif isinstance(module, ExpertsProduct) and module.moe.on_host is not None:
+            number += 1
+            yield (number, 0), node, module.moe

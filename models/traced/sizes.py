@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from neo_desktop.models.experts_config import Gating
+from neo_desktop.models.experts_config import ExpertsConfig, Gating
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,16 @@ class Mixed:
     per_token: int
     matrices: tuple[FusedSizes, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
     gating: Gating = "silu"
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the experts' inputs and outputs."""
+        return self.matrices[-1].rows[0]
+
+    @property
+    def config(self) -> ExpertsConfig:
+        """Sizes of the experts, without the numbers of layers."""
+        return ExpertsConfig(self.count, self.per_token, self.matrices[-1].columns, (), gating=self.gating)
 
     def of(self, parameter: str) -> tuple[FusedSizes, ...]:
         """Return the matrices in a parameter, `gate_up` or `down`."""

@@ -243,7 +243,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
     head = None if is_tied else replace(_fused([last], names), label="head")
-    moe_layers = tuple(mixed(call, names) for call in calls.experts)
+    moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]
     for fused in (*matrices, *(() if head is None else (head,))):

@@ -1,7 +1,7 @@
 """`models.stages.Stages` from the pieces of a graph."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ from neo_desktop.models.attention import specs_of
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
+from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.ops import Product
+from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.recurrent import RecurrentBatch, fresh_batch
 from neo_desktop.models.stages import Stages, Step
 from neo_desktop.models.state import Scratch, State
@@ -49,7 +50,6 @@ class TracedStages(Stages):
         self.config = config = decoder.config
         self.attention = specs_of(config, decoder.sinks)
         self.has_head = True
-        self.moe_layers = {}
         self._reduce = None
         self._rounds = any(
             isinstance(linear, Quantised | QuantisedOnGPU)
@@ -77,11 +77,10 @@ class TracedStages(Stages):
             self._use(pieces, with_programs=False)
         self._head = builder.head()
         self.ends_with_states = any(name_of(node) in ROW_DIMS for node in found.pieces[-1].nodes)
-        self._segments: dict[int, Segments] = {}  # by stage index; empty without offloaded matrices
+        self._segments: dict[int, Segments] = {}  # by stage index; empty without cuts
         if decoder.has_splits:
-            self._segments = segments(pieces[1:])
+            self._segments, self.turn = segments(pieces[1:])
         self._rooms = _Rooms()
-        self.writes_in_place = not decoder.has_splits  # between offloaded matmuls, results are in new memory
 
     def _use(self, pieces: list[fx.GraphModule], *, with_programs: bool = True) -> None:
         codes: list[Code] = [piece.forward for piece in pieces]
@@ -175,7 +174,8 @@ class TracedStages(Stages):
 
     def _given(self, state: State) -> tuple[Any, ...]:
         """Return the arguments of a stage's code."""
-        return state.residual, state.cos[:, 0], state.attention[None], self._recurrent(state)
+        of_stage = self._recurrent(state), state.scratch.experts
+        return state.residual, state.cos[:, 0], state.attention[None], *of_stage
 
     def _recurrent(self, state: State) -> RecurrentBatch | None:
         """Return the states of recurrent layers; without any, one sequence starts with empty ones."""
@@ -216,14 +216,15 @@ class TracedStages(Stages):
             if taken is None:
                 values.clear()
                 values.update(segments.values(self._given(state)))
-            else:  # the next matmul overwrites its memory
+            else:  # the next cut overwrites its memory
                 values[taken] = values[taken].clone()
 
-        def run_to(node: fx.Node, taken: fx.Node | None, x: Tensor, out: Tensor) -> None:
+        def run_to(node: fx.Node, taken: fx.Node | None, into: Sequence[Tensor], out: Tensor) -> None:
             begin(taken)
             given = segments.run(values, node)
-            x.copy_(given.reshape(x.shape))
-            values[node] = out.view(*given.shape[:-1], -1)
+            for target, value in zip(into, given, strict=False):
+                target.copy_(value.reshape(target.shape))
+            values[node] = out.view(*given[0].shape[:-1], -1)
 
         def end(taken: fx.Node | None) -> None:
             begin(taken)
@@ -232,19 +233,30 @@ class TracedStages(Stages):
             self._hand_on(results, index, state)
             self._store(state, store)
 
-        for node, (name, linear) in segments.products.items():
-            x, out = self._rooms.of(linear.columns, linear.rows, state)
-            yield Step(partial(run_to, node, before, x, out), Product(name, linear, x, out))
+        for node, (name, part) in segments.cuts.items():
+            if isinstance(part, MoE):
+                room, hidden = state.scratch.experts, self.config.hidden_size
+                assert room is not None  # the model has experts
+                x, out = self._rooms.of(hidden, hidden, state)
+                into = x, room.choice.ids, room.choice.weights
+                yield Step(partial(run_to, node, before, into, out), DividedExperts(name, part, x, room, out))
+            else:
+                x, out = self._rooms.of(part.columns, part.rows, state)
+                yield Step(partial(run_to, node, before, (x,), out), Product(name, part, x, out))
             before = node
         yield Step(partial(end, before), None)
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
-        return {
-            (index, name): linear
-            for index, segments in self._segments.items()
-            for name, linear in segments.products.values()
-        }
+        return {key: part for key, part in self._cuts() if isinstance(part, OffloadedLinear)}
+
+    @property
+    def divided_experts(self) -> dict[tuple[int, str], MoE]:
+        return {key: part for key, part in self._cuts() if isinstance(part, MoE)}
+
+    def _cuts(self) -> Iterator[tuple[tuple[int, str], OffloadedLinear | MoE]]:
+        for index, stage in self._segments.items():
+            yield from (((index, name), part) for name, part in stage.cuts.values())
 
     def final_norm(self, state: State, out: Tensor) -> None:
         out.copy_(state.x)
@@ -254,9 +266,9 @@ class TracedStages(Stages):
 
 
 class _Rooms:
-    """Input and output memory of offloaded matmuls, for the code that follows them.
+    """Input and output memory of cuts, for the code that follows them.
 
-    All matmuls share it, because they run one after the other. Memory that became too small is kept, because
+    All cuts share it, because they run one after the other. Memory that became too small is kept, because
     the device may still use it.
     """
 

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
 from predicting_models import save_predicting
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neo_desktop import Engine
 from neo_desktop.app.commands.models_command import fit_facts
@@ -20,10 +22,12 @@ from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.speculate.kept_states import most_bytes
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
+from neo_desktop.models.traced.config import read_traced
 
 CPU = torch.device("cpu")
 
@@ -104,7 +108,7 @@ def test_a_layer_of_multi_token_prediction_takes_memory_and_never_many_weights(p
 def of_gpu(
     gpu_gib: float,
     host_gib: float,
-    name: str = "llama-3.1-8b",
+    model: str | ModelConfig = "llama-3.1-8b",
     policy: str = "auto",
     known: MachineFigures | str = "nothing is known",
     draft: LocalModel | None = None,
@@ -115,7 +119,19 @@ def of_gpu(
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
         free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
         options = EngineOptions(policy=policy, draft_model=draft and draft.path)
-        return Fitting(shape(name), options, free, known, draft=draft).fit()
+        config = shape(model) if isinstance(model, str) else model
+        return Fitting(config, options, free, known, draft=draft).fit()
+
+
+def test_experts_of_traced_models_need_not_fit_the_gpu(tmp_path: Path) -> None:
+    make: Any = CONFIG_MAPPING["qwen3_5_moe_text"]
+    make(num_hidden_layers=4, dtype="bfloat16").save_pretrained(tmp_path)
+    config = read_traced(tmp_path)
+    found = of_gpu(6, 64, config)
+    assert found.reason is None
+    assert found.host_weights_bytes > found.weights_bytes // 3
+    assert found.chats
+    assert of_gpu(40, 64, config).host_weights_bytes == 0
 
 
 def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:

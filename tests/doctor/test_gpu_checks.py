@@ -4,11 +4,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from imitated_streams import ImitatedBackend, Operation
 from torch import Tensor
+from traced_models import FAMILIES, save
 
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
@@ -29,6 +31,7 @@ from neo_desktop.engine.selfcheck.offload_checks import (
 from neo_desktop.engine.selfcheck.rig import Rig, on_levels
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.traced.config import read_traced
 
 KERNELS = (
     "row_copy",
@@ -196,3 +199,14 @@ def test_answers_of_a_quick_shape_are_found(monkeypatch: pytest.MonkeyPatch) -> 
         LargeRig(Subject(shape="tiny", device="cpu", dtype="float32", is_quick=True))
     ).reference
     assert [len(each.token_ids) for each in found] == [answers.ANSWER_TOKENS] * len(answers.PROMPT_TOKENS)
+
+
+def test_a_quick_check_takes_the_attention_of_a_traced_model(tmp_path: Path) -> None:
+    folder = save(tmp_path, *FAMILIES["gemma4-moe"])
+    checks = answers.AnswerChecks(
+        Rig(Subject(model=str(folder), device="cpu", dtype="float32", is_quick=True))
+    )
+    ours, theirs = checks.model.config, read_traced(folder)
+    assert (ours.num_heads, ours.num_kv_heads) == (theirs.num_heads, theirs.num_kv_heads)
+    assert (ours.head_dim, ours.attention_softcap) == (theirs.head_dim, theirs.attention_softcap)
+    assert all(len(each.token_ids) == answers.ANSWER_TOKENS for each in checks.answer("gpu-only"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from graph_case import BLOCK_SIZE, make_executor, sequence
 from imitated_streams import ImitatedBackend
-from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage
+from pipeline_case import FewPrompts, RandomIterations, check_random_plans, check_result, make_storage
 from recurrent_models import RECURRENT
 from traced_models import FAMILIES, save
 
@@ -32,14 +32,6 @@ PLAIN = Dense(uses_tiles=False)
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp(request.param), *KNOWN.get(request.param, (request.param, {})))
-
-
-class FewPrompts(RandomIterations):
-    """Requests arrive together: recurrent layers run as graphs only without prompts."""
-
-    def _join(self) -> None:
-        if not self._requests:
-            super()._join()
 
 
 def model_in(folder: Path, device: str) -> Decoder:

@@ -47,7 +47,7 @@ def moe_of(kind: str | None, resident: int, gating: Gating, *, has_bias: bool) -
     matrices = (matrix(name, kind, resident, i, has_bias=has_bias) for i, name in enumerate(names))
     experts = Experts(Plain(torch.zeros(COUNT, SIZE)), *matrices)
     config = ExpertsConfig(COUNT, PER_TOKEN, SIZE, (0,), gating=gating)
-    return MoE(experts, config, operators), experts
+    return MoE((experts.gate, experts.up, experts.down), config, operators), experts
 
 
 def expected_of(experts: Experts, gating: Gating, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

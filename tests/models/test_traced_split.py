@@ -13,7 +13,6 @@ from torch import Tensor
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.predict.weight_plan import layer_matrices, least_gpu_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.linear.dense import DENSE, Dense
@@ -22,7 +21,6 @@ from neo_desktop.models.ops import Product
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.stages import Step
 from neo_desktop.models.state import Scratch, State
-from neo_desktop.models.traced import segments
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.decoder import TracedDecoder
 
@@ -119,21 +117,6 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
 
 
 @pytest.mark.sample(0)
-def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages have more matmuls than names, and one name would stand for matrices of two widths."""
-    monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
-    token_ids = torch.arange(3, 20)
-    whole, config = load(folder), read_traced(folder)
-    model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
-    places = stages_of(model, None).offloaded_matrices
-    assert {name for _, name in places} <= {"down", "qkv"}
-    for name in ("down", "qkv"):
-        assert len({split.columns for (_, other), split in places.items() if other == name}) <= 1
-    expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
-    torch.testing.assert_close(logits_in_steps(model, token_ids, 0.4), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.sample(0)
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     """The device may still use a buffer that became too small."""
     config = read_traced(folder)
@@ -148,26 +131,3 @@ def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
         assert found[-1].shape == (rows, last.linear.columns)
     places = [each.untyped_storage().data_ptr() for each in found]
     assert places[0] != places[1] == places[2]
-
-
-def test_experts_stay_on_the_device(tmp_path: Path) -> None:
-    """All other matrices of a traced mixture are divided; tokens agree with transformers."""
-    path = save(tmp_path, *FAMILIES["olmoe"])
-    prompt = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = read_traced(path)
-    experts = {name for name, matrix in config.each_matrix() if matrix.experts}
-    assert len(experts) == 3 * config.num_layers
-    assert layer_matrices(config, PLAIN, torch.float32).keys() == config.matrices.keys() - experts - {"head"}
-    least = least_gpu_bytes(config, PLAIN, torch.float32)
-    with Engine.from_pretrained(
-        path,
-        device="cpu",
-        gpu_weights_gib=(least + 2**16) / 2**30,
-        gpu_cache_tokens=320,
-        cpu_cache_tokens=320,
-        max_batch_tokens=32,
-        max_batch_requests=8,
-    ) as engine:
-        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        (output,) = engine.generate([prompt], params)
-    assert list(output.token_ids) == transformers_greedy(path, prompt, 12)

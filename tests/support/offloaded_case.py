@@ -18,14 +18,19 @@ def random_split(
     host_form: Dense,
     kernels: Kernels = unpack,
 ) -> OffloadedFormat:
-    """Make none, some or all rows of every layer matrix resident."""
+    """Make none, some or all rows of every layer matrix resident; of experts, whole ones."""
     generator = torch.Generator().manual_seed(seed)
-    resident = {}
+
+    def chosen(most: int) -> int:
+        return int(torch.randint(0, most + 1, (1,), generator=generator))
+
+    resident, counts = dict[str, int](), dict[str, int]()
     for name, matrix in config.each_matrix():
-        if name != "head":
-            steps = -(-matrix.rows // 64)
-            chosen = int(torch.randint(0, steps + 1, (1,), generator=generator))
-            resident[name] = min(64 * chosen, matrix.rows)
+        if matrix.experts:
+            count = counts.setdefault(name.partition(".")[0], chosen(matrix.experts))
+            resident[name] = count * matrix.rows // matrix.experts
+        elif name != "head":
+            resident[name] = min(64 * chosen(-(-matrix.rows // 64)), matrix.rows)
     return OffloadedFormat(device_form, host_form, resident, kernels)
 
 

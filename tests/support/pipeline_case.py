@@ -272,6 +272,14 @@ class RandomIterations:
         return tuple(SubBatch(tuple(part)) for part in parts)
 
 
+class FewPrompts(RandomIterations):
+    """Requests arrive together: recurrent layers run as graphs only without prompts."""
+
+    def _join(self) -> None:
+        if not self._requests:
+            super()._join()
+
+
 def check_random_plans(
     execute: Callable[[IterationPlan], IterationResult],
     model: Decoder,

@@ -35,6 +35,18 @@ _NEMOTRON = {
     "chunk_size": 16,
 }
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+GRANITE_MOE: tuple[str, dict[str, Any]] = (
+    "granitemoehybrid",
+    _MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "shared_intermediate_size": 96,
+    },
+)
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", _DELTA),
     "qwen3.5-moe": ("qwen3_5_moe_text", _DELTA | _EXPERTS),
