@@ -120,6 +120,23 @@ class BlockCopy:
     target_block: int
 
 
+class Contents(NamedTuple):
+    """Parts of an iteration that often take longer than tables predict, in ms.
+
+    A kind of work counts as all layers, each as long as the linear stage of one token.
+    """
+
+    launched: float = 0.0  # layers that no graph holds: those with prompts, moves or streamed KV
+    prompts: float = 0.0
+    moves: float = 0.0  # blocks, and KV of prompts, that move between device and host
+    streamed: float = 0.0
+    host: float = 0.0  # decodes outside the device
+    attention: float = 0.0  # their attention and its copies, as predicted
+
+
+NO_CONTENTS = Contents()
+
+
 @dataclass(frozen=True, slots=True)
 class IterationTiming:
     """Measured or predicted duration of an iteration."""
@@ -130,6 +147,8 @@ class IterationTiming:
     copies_ms: float = 0.0  # time in which streamed KV was copied to the device, all layers
     copy_wait_ms: float = 0.0  # part of `copies_ms` in which the device was idle
     copied_tokens: int = 0  # tokens whose KV was copied, per layer
+    contents: Contents = NO_CONTENTS  # predicted
+    excess_ms: float = 0.0  # part of the predicted total that tables do not contain
 
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # no prediction

@@ -1,22 +1,27 @@
 """A cost model that adapts to measured iterations.
 
 The tables contain the dependence of times on sizes. Changes at run time (clocks, heat, other programs) scale
-all of these times. So does the loss of CUDA graphs: the tables were measured with graphs, and without them
-all device work slows down by a common factor.
+all of these times. Other work is not in the tables at all: they were measured within CUDA graphs, and no
+graph holds an iteration with prompts, moves or streamed KV, so each of its layers is launched by itself.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import fields
+from operator import mul
 from typing import Self
 
-from neo_desktop.engine.batch import IterationTiming
+from neo_desktop.engine.batch import NO_CONTENTS, Contents, IterationTiming
 from neo_desktop.engine.predict.cost_model import Correction, TableCostModel
 
 
 class CorrectedCostModel(TableCostModel):
-    """A correction factor each for the device's stages, the host's stages, and copies of streamed KV.
+    """A factor each for the device's stages, the host's stages and copies, and an excess per kind of work.
 
-    Iterations in which the host attends can take longer than their stages predict, e.g. where launches are
-    slow. `overlap_loss` is the excess, per ms of that attention.
+    The excess explains iterations that take longer than their stages (`Correction.excess`). It and the
+    device's factor are coefficients of a linear model of the measured times. Each is learned in proportion to
+    its uncertainty, as in a Kalman filter without covariances: what many iterations have confirmed is not
+    blamed for the rest. An excess that does not occur is forgotten slowly, so that such work is tried again.
 
     The factor of copies controls the amount of streamed KV. With too much, the device waits; with too little,
     some bus time is wasted. So the factor rises quickly when copies slow down, and falls slowly. The duration
@@ -25,10 +30,12 @@ class CorrectedCostModel(TableCostModel):
 
     SMOOTHING = 0.05  # weight of the newest iteration
     SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
-    LOSS_SMOOTHING = 0.1  # the same for the loss, in an iteration that is all attention of the host
-    NOISE = 0.25  # smaller losses do not count
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
-    LOWEST, HIGHEST = 0.25, 4.0
+    LOWEST, HIGHEST = 1 / 16, 16.0  # of a factor
+    NOISE = 0.1  # standard deviation of an iteration's relative time
+    UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
+    DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
+    FORGETTING = 1 / 4000  # share of an excess per iteration without such work
 
     @classmethod
     def of(cls, tables: TableCostModel) -> Self:
@@ -51,14 +58,46 @@ class CorrectedCostModel(TableCostModel):
             correction.bus = self._corrected(correction.bus, expected_ms, measured.copies_ms, smoothing)
         # The wait for copies does not count as device time.
         predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
-        if host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5):
-            correction.device = self._corrected(correction.device, predicted_ms, measured_ms)
-        elif self.overlaps and predicted_ms > 0:
-            loss = correction.overlap_loss + (measured_ms - predicted_ms) / host_ms
-            loss = min(max(loss, -self.HIGHEST), self.HIGHEST)
-            weight = self.LOSS_SMOOTHING * min(host_ms / predicted_ms, 1.0)
-            correction.mean_loss += weight * (loss - correction.mean_loss)
-            correction.overlap_loss = correction.mean_loss if correction.mean_loss > self.NOISE else 0.0
+        stages_ms = predicted_ms - predicted.excess_ms
+        if stages_ms <= 0 or measured_ms <= 0:
+            return
+        is_device_bound = host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5)
+        amounts = stages_ms / correction.device if is_device_bound else 0.0, *predicted.contents
+        self._explain(amounts, stages_ms, measured_ms)
+
+    def _explain(self, amounts: Sequence[float], stages_ms: float, measured_ms: float) -> None:
+        """Divide an iteration's error among the device's factor and the kinds of excess.
+
+        Args:
+            amounts: time that each of them explains, per unit.
+        """
+        correction, most = self.correction, [deviation**2 for deviation in self.UNSURE]
+        means = correction.means or [0.0] * len(NO_CONTENTS)
+        variances = [
+            min(known + self.DRIFT**2, limit)
+            for known, limit in zip(correction.variances or most, most, strict=True)
+        ]
+        predicted_ms = stages_ms + sum(map(mul, means, amounts[1:]))
+        # The clamp limits the effect of outliers (a page fault, another program).
+        error_ms = min(measured_ms, 3.0 * predicted_ms) - predicted_ms
+        blames = list(map(mul, variances, amounts))
+        total = sum(map(mul, blames, amounts)) + (self.NOISE * predicted_ms) ** 2
+        correction.device += blames[0] / total * error_ms
+        correction.device = min(max(correction.device, self.LOWEST), self.HIGHEST)
+        correction.means = [
+            max(mean + blame / total * error_ms if amount else mean * (1.0 - self.FORGETTING), 0.0)
+            for mean, blame, amount in zip(means, blames[1:], amounts[1:], strict=True)
+        ]
+        correction.variances = [
+            variance * (1.0 - blame * amount / total)
+            for variance, blame, amount in zip(variances, blames, amounts, strict=True)
+        ]
+        correction.excess = Contents(
+            *(
+                max(mean - math.sqrt(variance), 0.0)
+                for mean, variance in zip(correction.means, correction.variances[1:], strict=True)
+            )
+        )
 
     def _corrected(
         self, factor: float, predicted_ms: float, measured_ms: float, smoothing: float = SMOOTHING

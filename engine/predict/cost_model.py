@@ -1,17 +1,22 @@
 """The cost model: times of stages, interpolated in measured tables."""
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import mul
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+from neo_desktop.engine.batch import NO_CONTENTS, Contents
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
+KEY_STEP = 1.2  # ratio of consecutive corrections in `Correction.key`
+EXCESS_UNIT = 0.25  # smaller excess hardly changes the key
 FILE_VERSION = 9  # of the JSON form of the tables
 
 
@@ -45,8 +50,15 @@ class Correction:
     device: float = 1.0
     host: float = 1.0
     bus: float = 1.0  # for copies of streamed KV
-    overlap_loss: float = 0.0  # time beyond the stages, per ms of attention outside the device
-    mean_loss: float = 0.0  # the same before small values are ignored
+    excess: Contents = NO_CONTENTS  # time beyond the tables, per ms of each kind of work
+    means: Sequence[float] = ()  # of the excess; `excess` is a cautious, lower value
+    variances: Sequence[float] = ()  # of `device` and `means`; see `CorrectedCostModel`
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Rounded logarithms: similar corrections have equal keys."""
+        factors = self.device, self.host, self.bus, *(EXCESS_UNIT + excess for excess in self.excess)
+        return tuple(round(math.log(factor, KEY_STEP)) for factor in factors)
 
 
 def _check_axis(axis: Sequence[float]) -> None:
@@ -209,9 +221,13 @@ class TableCostModel:
         return self.iteration_ms * self.correction.device
 
     @property
-    def overlap_loss(self) -> float:
-        """Time that an iteration takes beyond its stages, per ms of attention outside the device."""
-        return self.correction.overlap_loss
+    def launch_ms(self) -> float:
+        """Time that a layer takes longer with prompts than within a graph."""
+        return (self.correction.excess.launched + self.correction.excess.prompts) * self.linear(1)
+
+    def excess_ms(self, contents: Contents) -> float:
+        """Return the time of an iteration beyond its stages."""
+        return float(sum(map(mul, self.correction.excess, contents)))
 
     def linear_ms(self, tokens: float) -> float:
         """Return T_l: a layer without attention."""

@@ -33,10 +33,11 @@ long as reading their data.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from neo_desktop.engine.batch import IterationTiming
+from neo_desktop.engine.batch import Contents, IterationTiming
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 
@@ -267,13 +268,37 @@ def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float)
         cpu_ms = first.off_device.cpu + first.host_linear + async_decodes.cpu
         cpu_ms += second.off_device.cpu + second.host_linear if second else 0.0
         layer = max(layer, copies_ms, copies_ms * shares.copies + cpu_ms * shares.attention)
-    if loss := cost.overlap_loss:
-        attending = [first.off_device, async_decodes] + ([] if second is None else [second.off_device])
-        layer += loss * sum(each.cpu + each.away for each in attending)
     # The async decodes of the last layer finish beside the head, or after it.
     head_ms = cost.head_ms(rows)
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
-    return cost.num_layers * layer + end_ms + cost.outside_ms
+    return cost.num_layers * layer + end_ms + cost.outside_ms + cost.excess_ms(contents(cost, shape))
+
+
+def contents(cost: TableCostModel, shape: IterationShape) -> Contents:
+    """Return the parts of an iteration that `Correction.excess` corrects."""
+    layers_ms = cost.num_layers * cost.linear(1)
+    prompts = moves = streamed = host = 0.0
+    attention_ms = 0.0
+    for batch in shape.batches:
+        if batch.tokens > batch.num_decodes:
+            prompts = layers_ms
+        if batch.fetched or batch.stored or any(tier.is_streamed for tier in batch.decodes):
+            streamed = layers_ms
+        for tier in batch.decodes:
+            if tier.host_attends:
+                times = off_device_times(cost, batch.decodes)
+                attention_ms += times.cpu + times.away
+                host = layers_ms
+                break
+    if shape.moved_tokens:
+        moves = layers_ms
+    if shape.async_decodes:
+        times = async_off_device(cost, shape.async_decodes)
+        attention_ms += times.cpu + times.away
+        host = layers_ms
+    return Contents(
+        max(prompts, moves, streamed), prompts, moves, streamed, host, cost.num_layers * attention_ms
+    )
 
 
 def async_off_device(cost: TableCostModel, async_decodes: Mapping[KVTier, Decodes]) -> OffDeviceTimes:
@@ -316,11 +341,12 @@ def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:
             if tier.is_remote:
                 attention_ms += cost.num_layers * cost.network_ms(tier, requests).all
     copied_tokens = sum(streamed_tokens_of(batch)[0] for batch in shape.batches)
+    work = contents(cost, shape)
+    timing = IterationTiming(total_ms, attention_ms, contents=work, excess_ms=cost.excess_ms(work))
     if not copied_tokens:
-        return IterationTiming(total_ms, attention_ms)
-    return IterationTiming(
-        total_ms,
-        attention_ms,
+        return timing
+    return replace(
+        timing,
         copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
         copy_wait_ms=max(total_ms - _iteration_ms(cost, shape, 0.0), 0.0),
         copied_tokens=copied_tokens,

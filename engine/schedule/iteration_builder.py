@@ -134,7 +134,10 @@ class IterationBuilder(Generic[R]):
         streamed[num_starved:] = sorted(streamed[num_starved:], key=lambda r: last_block[id(r)])
         decodes = [(queues.tier_of(r), r.num_tokens) for r in streamed]
         positions = set(hidden(builder, decodes, num_starved))
-        builder.shape = builder.shape.plus(HostQueue(decodes).decodes(sorted(positions)))
+        more = HostQueue(decodes).decodes(sorted(positions))
+        if not num_starved and not self._policy.streams(builder, more):
+            return
+        builder.shape = builder.shape.plus(more)
         self._decodes += [request for i, request in enumerate(streamed) if i in positions]
         self._streamed = [request for i, request in enumerate(streamed) if i not in positions]
 

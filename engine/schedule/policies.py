@@ -8,11 +8,12 @@ partition        assignment of the queue's decodes to sub-batches
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
+from neo_desktop.engine.predict.estimate import Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.schedule import streamed
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder
 from neo_desktop.engine.schedule.partition import CandidateGenerator, Objective, Partition
@@ -57,6 +58,10 @@ class Policy:
     def prefill_budget(self, builder: BatchBuilder) -> tuple[int, int | None]:
         """Return the number of prompt tokens to add, and the most per prompt; None: no limit per prompt."""
         return builder.budget, None
+
+    def streams(self, builder: BatchBuilder, decodes: Mapping[KVTier, Decodes]) -> bool:
+        """Return True if these streamed decodes, whose copies are hidden, may join."""
+        return True
 
     def partition(self, builder: BatchBuilder) -> Partition:
         """Assign the decodes of the queue to sub-batches."""
@@ -163,29 +168,34 @@ class Fastest(Policy):
         steady_state = _steady_state(builder)
         if builder.num_running + builder.num_waiting <= builder.most_on_device:
             return builder.budget, None
-        least = max(_worthwhile_tokens(builder) - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
+        is_whole = steady_state.has_whole_prompts
+        worthwhile = _worthwhile_tokens(builder, has_whole_prompts=is_whole)
+        least = max(worthwhile - builder.shape.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(
             steady_state.num_device - (builder.num_running - builder.num_on_host), builder.num_waiting
         )
         room = max(missing, 0) * builder.mean_prompt_tokens / FILLING_ITERATIONS
-        tokens = math.ceil(max(steady_state.chunk_tokens, least, room))
+        tokens = math.ceil(max(steady_state.chunk_tokens, least, room, is_whole * builder.mean_prompt_tokens))
         most_per_prompt = -(-tokens // 2) if steady_state.kind is Kind.PROMPTS_IN_BOTH else None
         return min(tokens, builder.budget), most_per_prompt
 
+    def streams(self, builder: BatchBuilder, decodes: Mapping[KVTier, Decodes]) -> bool:
+        """Allow streamed decodes that raise the value per time of the device's work."""
+        shape, more = builder.shape, builder.shape.plus(decodes)
+        worth = _objective(builder)
+        without, beside = (
+            iteration_ms(builder.cost, IterationShape((each,), builder.moved_tokens))
+            for each in (shape, more)
+        )
+        gained = worth.decode * (more.num_decodes - shape.num_decodes)
+        return (worth.rest + gained) * without >= worth.rest * beside
+
     def partition(self, builder: BatchBuilder) -> Partition:
         """Return the candidate with the highest value per time."""
-        steady_state, num_layers = _steady_state(builder), builder.cost.num_layers
-        worth = Objective(1.0, builder.shape.num_decodes, num_layers)
-        if builder.chunks:
-            rest = (
-                builder.shape.num_decodes * steady_state.decode_ms
-                + builder.num_chunk_tokens * steady_state.prompt_ms
-            )
-            worth = Objective(max(steady_state.decode_ms, steady_state.prompt_ms), rest, num_layers)
         partitions = self._candidates(builder)
         if builder.num_starved:
             partitions = (partition for partition in partitions if partition.num_taken)
-        return worth.best(partitions)
+        return _objective(builder).best(partitions)
 
     def _candidates(self, builder: BatchBuilder) -> Iterator[Partition]:
         generator = _generator(builder)
@@ -214,11 +224,27 @@ def _steady_state(builder: BatchBuilder) -> SteadyState:
     return builder.steady_state
 
 
-def _worthwhile_tokens(builder: BatchBuilder) -> int:
-    """Return the number of tokens from which on reading the weights no longer dominates the iteration."""
+def _objective(builder: BatchBuilder) -> Objective:
+    """Return the value of the batch and of further decodes in the steady state."""
+    steady_state, num_layers = _steady_state(builder), builder.cost.num_layers
+    if not builder.chunks:
+        return Objective(1.0, builder.shape.num_decodes, num_layers)
+    rest = (
+        builder.shape.num_decodes * steady_state.decode_ms + builder.num_chunk_tokens * steady_state.prompt_ms
+    )
+    return Objective(max(steady_state.decode_ms, steady_state.prompt_ms), rest, num_layers)
+
+
+def _worthwhile_tokens(builder: BatchBuilder, *, has_whole_prompts: bool) -> int:
+    """Return the number of tokens from which on the time per token is near the shortest.
+
+    Args:
+        has_whole_prompts: the time includes launches.
+    """
     cost, large = builder.cost, builder.limits.max_batch_tokens
     fixed_ms = cost.outside_ms / cost.num_layers
     token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
+    fixed_ms += cost.launch_ms if has_whole_prompts else 0.0
     return bisect_left(
         range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens
     )

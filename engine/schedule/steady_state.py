@@ -53,6 +53,11 @@ class Workload:
     most_elsewhere: float = math.inf  # streamed, host and worker requests together
 
     @property
+    def whole_chunk_tokens(self) -> float:
+        """Tokens of a whole prompt, or of the longest chunk."""
+        return min(self.prompt_tokens, self.max_chunk_tokens)
+
+    @property
     def most_beside_device(self) -> int:
         """Limit on requests of host and workers together."""
         return self.most_on_host + sum(most for _, most in self.workers)
@@ -96,6 +101,8 @@ class SteadyState:
     prompt_ms: float = 0.0
     decode_ms: float = 1.0
     num_streamed: int = 0  # streamed decodes, which are part of `num_device`
+    # True if prompts run whole: few iterations have them, because launching them is slow.
+    has_whole_prompts: bool = False
 
     @property
     def num_on_host(self) -> int:
@@ -109,7 +116,7 @@ class SteadyState:
 
 
 class SteadyStateFinder:
-    """Finds the best steady state, and again after the workload has changed."""
+    """Finds the best steady state, and again after the workload or the correction has changed."""
 
     def __init__(self, cost: TableCostModel) -> None:
         self._cost = cost
@@ -117,8 +124,9 @@ class SteadyStateFinder:
         self._best: SteadyState | None = None
 
     def best(self, workload: Workload) -> SteadyState:
-        if self._best is None or self._key != workload.key:
-            self._key, self._best = workload.key, self._find(workload)
+        key = (*workload.key, *self._cost.correction.key)
+        if self._best is None or self._key != key:
+            self._key, self._best = key, self._find(workload)
         return self._best
 
     def _find(self, workload: Workload) -> SteadyState:
@@ -179,7 +187,12 @@ class SteadyStateFinder:
             num_decoded,
             num_streamed=num_streamed,
         )
-        return replace(steady_state, ms=self._ms(workload, steady_state))
+        steady_state = replace(steady_state, ms=self._ms(workload, steady_state))
+        if self._cost.launch_ms and chunk_tokens < workload.whole_chunk_tokens:
+            whole = replace(steady_state, has_whole_prompts=True)
+            whole = replace(whole, ms=self._ms(workload, whole))
+            steady_state = self._better(steady_state, (whole,))
+        return steady_state
 
     def _priced(self, workload: Workload, steady_state: SteadyState) -> SteadyState:
         """Assign a value to tokens, so that together they are worth the time of the iteration."""
@@ -195,7 +208,18 @@ class SteadyStateFinder:
         return replace(steady_state, prompt_ms=prompt_ms, decode_ms=decode_ms)
 
     def _ms(self, workload: Workload, steady_state: SteadyState) -> float:
-        """Predict the iteration time; prompt tokens beyond the longest chunk run in further iterations."""
+        """Predict the mean iteration time."""
+        if not steady_state.has_whole_prompts:
+            return self._each_ms(workload, steady_state)
+        most = workload.whole_chunk_tokens
+        share = min(steady_state.chunk_tokens / most, 1.0)
+        with_prompt, without = (
+            self._each_ms(workload, replace(steady_state, chunk_tokens=tokens)) for tokens in (most, 0.0)
+        )
+        return share * with_prompt + (1 - share) * without
+
+    def _each_ms(self, workload: Workload, steady_state: SteadyState) -> float:
+        """Predict equal iterations; prompt tokens beyond the longest chunk run in further ones."""
         cost, num_device, num_host = self._cost, steady_state.num_device, steady_state.num_host
         chunk_tokens = min(steady_state.chunk_tokens, workload.max_chunk_tokens)
         context_tokens, prompt_tokens = int(workload.context_tokens), max(int(workload.prompt_tokens), 1)

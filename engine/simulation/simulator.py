@@ -8,13 +8,14 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
 from neo_desktop.engine.predict.estimate import (
     IterationShape,
     attending_ms,
     copy_wait_ms,
     device_attention_ms,
     predict,
+    streamed_tokens_of,
 )
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
@@ -36,14 +37,15 @@ class Mismatch:
     cpu_slowdown: float = 1.0  # the same for CPU attention
     noise: float = 0.0  # relative deviation of single iterations (of a log-normal factor with median 1)
     bus_slowdown: float = 1.0  # the same for copies
-    overlap_loss: float = 0.0  # see `Correction`
+    overlap_loss: float = 0.0  # time beyond the stages, per ms of attention outside the device
+    launch_ms: float = 0.0  # the same, per layer of an iteration with prompts, moves or streamed KV
 
     def __post_init__(self) -> None:
         slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
         if not (all(0 < slowdown < 100 for slowdown in slowdowns) and 0 <= self.noise < 1):
             raise ValueError("a slowdown must be between 0 and 100, noise at least 0 and below 1")
-        if not 0 <= self.overlap_loss < 100:
-            raise ValueError("the loss of overlapping must be at least 0 and below 100")
+        if not (0 <= self.overlap_loss < 100 and 0 <= self.launch_ms < 100):
+            raise ValueError("a loss must be at least 0 and below 100")
 
 
 class Reality:
@@ -56,11 +58,11 @@ class Reality:
 
     def __init__(self, tables: TableCostModel, mismatch: Mismatch, seed: int) -> None:
         self.believed = CorrectedCostModel.of(tables)  # for the scheduler
-        self.true = CorrectedCostModel.of(tables)  # the actual machine
+        transfer = Curve(tables.transfer.x, [ms * mismatch.bus_slowdown for ms in tables.transfer.ms])
+        self.true = CorrectedCostModel.of(replace(tables, transfer=transfer))  # the actual machine
         true = self.true.correction
         true.device, true.host, true.bus = mismatch.gpu_slowdown, mismatch.cpu_slowdown, mismatch.bus_slowdown
-        true.overlap_loss = mismatch.overlap_loss
-        self._noise = mismatch.noise
+        self._mismatch = mismatch
         self._random = random.Random(seed)
 
     def carry_out(self, predicted: IterationTiming, shape: IterationShape) -> float:
@@ -74,8 +76,13 @@ class Reality:
         factor = self.true.correction.device / self.believed.correction.device
         batches = tuple(each._replace(prefill_ms=each.prefill_ms * factor) for each in shape.batches)
         timing = predict(self.true, shape._replace(batches=batches))
-        noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
-        total_ms = timing.total_ms * noise
+        mismatch = self._mismatch
+        noise = self._random.lognormvariate(0.0, mismatch.noise) if mismatch.noise else 1.0
+        lost_ms = mismatch.overlap_loss * timing.host_attention_ms
+        has_copies = shape.moved_tokens or any(sum(streamed_tokens_of(each)) for each in batches)
+        if has_copies or any(each.tokens > each.num_decodes for each in batches):
+            lost_ms += mismatch.launch_ms * self.true.num_layers
+        total_ms = (timing.total_ms + lost_ms) * noise
         measured = replace(
             timing,
             total_ms=total_ms,

@@ -10,7 +10,7 @@ from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.batch import IterationTiming
+from neo_desktop.engine.batch import Contents, IterationTiming
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import (
@@ -296,15 +296,15 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
 
 @pytest.mark.parametrize("loss", [0.0, 0.5, 1.5])
 def test_predictions_follow_a_machine_on_which_overlapping_loses_time(loss: float) -> None:
-    """Every stage takes the predicted time, but the iteration takes longer, as with slow launches."""
+    """Every stage takes the predicted time, but the iteration takes longer."""
     corrected, true = CorrectedCostModel.of(machine()), CorrectedCostModel.of(machine())
-    true.correction.overlap_loss = loss
+    true.correction.excess = Contents(attention=loss)
     alone = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)})
     both = alone.plus({KVTier.HOST: Decodes(30, 12_000)})
     for _ in range(200):
         for load in (alone, both):
             corrected.learn(timing_of(corrected, load), timing_of(true, load))
-    assert timing_of(corrected, both).total_ms == pytest.approx(timing_of(true, both).total_ms, rel=0.02)
+    assert timing_of(corrected, both).total_ms == pytest.approx(timing_of(true, both).total_ms, rel=0.05)
     assert timing_of(corrected, alone).total_ms == pytest.approx(timing_of(machine(), alone).total_ms)
     assert (timing_of(true, both).total_ms > timing_of(machine(), both).total_ms) == (loss > 0)
 
@@ -350,9 +350,12 @@ def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
     load = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000), KVTier.STREAMED: Decodes(20, tokens)})
     alone = timing_of(base, load)
     busy_ms = (alone.total_ms - alone.copy_wait_ms) * slowdown
+    plain = BatchShape().plus({KVTier.DEVICE: Decodes(20, 9000)})
+    plain_ms = timing_of(base, plain).total_ms * slowdown
     noise = random.Random(seed)
     for _ in range(300):
         truly = noise.lognormvariate(0.0, 0.02)
+        corrected.learn(timing_of(corrected, plain), IterationTiming(plain_ms * truly, 0.0))
         wait_ms = waits * busy_ms
         measured = IterationTiming(
             (busy_ms + wait_ms) * truly,
