@@ -154,6 +154,7 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
         ),
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
+        kv_parts=found.kv_parts,
         state_shapes=found.states,
         source=source,
         of_model=found,
