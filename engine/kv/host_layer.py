@@ -97,7 +97,7 @@ class HostLayer(KVLayer):
         native.paged_kv_read(self._k, self._v, slots, k, v, k_scale=self._k_scale, v_scale=self._v_scale)
 
     def empty_parts(self, count: int) -> list[Tensor]:
-        """Return memory for `load_exactly` of so many rows."""
+        """Return memory for `load_exactly` of `count` rows."""
         return [part.new_empty(count, part.shape[1], *part.shape[3:]) for part in self._parts]
 
     def load_exactly(self, slots: Tensor, out: Sequence[Tensor]) -> None:

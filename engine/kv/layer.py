@@ -131,7 +131,7 @@ def slots_of(blocks: Tensor, block_size: int) -> Tensor:
 
 
 def rows_shape(config: KVShape, count: int) -> tuple[int, int, int, int]:
-    """Return the shape of `Rows` of so many tokens."""
+    """Return the shape of `Rows` of `count` tokens."""
     return config.kv_parts, count, config.num_kv_heads, config.head_dim
 
 

@@ -85,7 +85,7 @@ class KVPool:
         return len(self._layers)
 
     def rows_shape(self, count: int) -> tuple[int, int, int, int]:
-        """Return the shape of `Rows` of so many tokens."""
+        """Return the shape of `Rows` of `count` tokens."""
         return rows_shape(self.config, count)
 
     @property

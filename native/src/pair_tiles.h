@@ -134,6 +134,7 @@ struct PairTile {
   const T* v(int segment) const { return segments.v[segment] + v_offset; }
 };
 
+// The bits of two dimensions, each of `bytes` bytes.
 template <int bytes>
 struct PairOf;
 template <>

@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(engine: Engine) -> list[list[int]]:
-    """Return the tokens of all prompts at once."""
+    """Return the tokens of the prompts, answered at once."""
     tokens = [list(each.token_ids) for each in engine.generate(prompts(), GREEDY)]
     disk = engine._kv_cache.disk
     while disk is not None and disk.wait():  # blocks that are being written are held
