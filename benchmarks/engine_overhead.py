@@ -21,7 +21,8 @@ import torch
 
 from neo_desktop.engine.batch import IterationResult, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.execute.backend import AnyProgram, ThreadBackend, sections
+from neo_desktop.engine.execute.backend import ThreadBackend
+from neo_desktop.engine.execute.graphs import AnyProgram, sections
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.fallbacks import fallbacks

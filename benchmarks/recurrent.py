@@ -44,9 +44,9 @@ def measure(name: str, threads: int) -> None:
     def scan(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
     ) -> None:
-        spans, weight = torch.tensor([[0, len(q), 0, 0]], dtype=torch.int32), -beta if is_delta else None
+        spans = torch.tensor([[0, len(q), 0, 0]], dtype=torch.int32)
         for state in states:
-            native.scan_state(q, k, v, decay, weight, state, spans, v.clone(), threads)
+            native.scan_state(q, k, v, decay, -beta, state, spans, v.clone(), threads, is_delta=is_delta)
 
     one, prompt = rows(1), rows(PROMPT)
     update_s, prompt_s = best_s(lambda: scan(*one)), best_s(lambda: scan(*prompt)) / PROMPT / LAYERS

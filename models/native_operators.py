@@ -31,13 +31,15 @@ def scan_state(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     state: Tensor,
     spans: Spans,
     out: Tensor,
+    *,
+    is_delta: bool,
 ) -> None:
     """Pass tokens through states, see `recurrent.scan_state`."""
-    native.scan_state(q, k, v, decay, beta, state, spans.table, out)
+    native.scan_state(q, k, v, decay, beta, state, spans.table, out, is_delta=is_delta)
 
 
 def short_convolution(

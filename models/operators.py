@@ -16,7 +16,6 @@ from torch.nn.functional import silu
 from neo_desktop.models import expert_operators, recurrent
 from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.linear.stacked import StackedExperts
-from neo_desktop.models.recurrent import Spans
 
 choose_experts = expert_operators.choose_experts
 multiply_experts = expert_operators.multiply_experts
@@ -68,9 +67,7 @@ class Operators(Protocol):
         """Routed experts, see `expert_operators.multiply_experts`."""
 
     @property
-    def scan_state(
-        self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Spans, Tensor], None]:
+    def scan_state(self) -> Callable[..., None]:
         """Linear attention and state-space models, see `recurrent.scan_state`."""
 
     @property

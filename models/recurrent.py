@@ -46,14 +46,16 @@ def scan_state(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     state: Tensor,
     spans: Spans,
     out: Tensor,
+    *,
+    is_delta: bool,
 ) -> None:
-    """Pass tokens through the states of heads: Gated DeltaNet (arXiv:2412.06464), or Mamba-2 without `beta`.
+    """Pass tokens through the states of heads: Gated DeltaNet (arXiv:2412.06464), without its rule Mamba-2.
 
-    With S the state of a head, for each token: S = exp(decay) * S; d = beta * (v - S^T k), or v without beta;
+    With S the state of a head, for each token: S = exp(decay) * S; d = beta * (v - S^T k), or beta * v;
     S = S + k d^T; out = S^T q.
 
     Args:
@@ -70,9 +72,9 @@ def scan_state(
         key, query = (x[rows].float().repeat_interleave(shared, 1, output_size=heads) for x in (k, q))
         decayed = now * decay[rows].exp()[:, :, None, None]
         delta = v[rows].float()
-        if beta is not None:
-            delta = (delta - torch.einsum("nhkv,nhk->nhv", decayed, key)) * beta[rows][:, :, None]
-        after = decayed + key[..., None] * delta[:, :, None]
+        if is_delta:
+            delta = delta - torch.einsum("nhkv,nhk->nhv", decayed, key)
+        after = decayed + key[..., None] * (delta * beta[rows][..., None])[:, :, None]
         result = torch.einsum("nhkv,nhk->nhv", after, query).to(out.dtype)
         now = torch.where(is_in[:, None, None, None], after, now)
         out[rows] = torch.where(is_in[:, None, None], result, out[rows])

@@ -3,10 +3,10 @@
 import ctypes
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
+from neo_desktop.engine.execute.graphs import AnyProgram, Graphs, Recorder
 from neo_desktop.engine.execute.lane import Lane, Signal, Step
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.stream_lane import Tape
@@ -23,25 +24,7 @@ from neo_desktop.engine.watchdog import Watchdog
 # A part without work on the device makes an empty graph, which is harmless.
 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
-MAX_GRAPHS = 128  # captured iterations, about 1 MB each; beyond the limit, all are dropped and recaptured
-
 NEVER_CAPTURED = (Lane.STORE, Lane.SWAP, Lane.EXPERTS)  # lanes whose work depends on the plan
-
-
-class AnyProgram(Protocol):
-    """The interface of a program for backends."""
-
-    @property
-    def key(self) -> object:
-        """Graph key: programs with equal keys have the same capturable steps."""
-
-    def steps(self) -> Iterable[Step]:
-        """Return the steps in order."""
-
-
-def sections(program: AnyProgram) -> list[tuple[bool, Sequence[Step]]]:
-    """Return the longest runs of capturable and of other steps, in order."""
-    return [(can, tuple(steps)) for can, steps in groupby(program.steps(), lambda step: step.is_capturable)]
 
 
 class Backend(Protocol):
@@ -96,7 +79,7 @@ class Backend(Protocol):
 
 
 class ThreadBackend:
-    """The backend without a GPU, on threads.
+    """The backend without a GPU, on threads. It replays recorded graphs, unless the timeline records.
 
     Args:
         timeline: Records the work of the lanes.
@@ -111,6 +94,8 @@ class ThreadBackend:
     ) -> None:
         self._lanes = lanes or Lanes.threads(timeline)
         self._streams = streams
+        self._timeline = timeline
+        self._graphs = Graphs(partial(Recorder, self._lanes), self.forget)
 
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext() if self._streams is None else self._streams.on_device()
@@ -120,9 +105,8 @@ class ThreadBackend:
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         """Run a program; the device's part has ended when this returns."""
-        for step in program.steps():
-            step.submit(self._lanes)
-        return False
+        is_timed = self._timeline is not None and self._timeline.is_recording
+        return self._graphs.start(program, self._lanes, with_graphs=with_graphs and not is_timed)[0]
 
     def wait(self) -> None:
         self._lanes.join()
@@ -131,16 +115,19 @@ class ThreadBackend:
         return self._lanes.abandon(error)
 
     def forget(self) -> None:
-        """Do nothing: threads have no graphs."""
+        self._graphs.clear()
 
     def close(self) -> None:
         self._lanes.close()
 
 
 @dataclass(slots=True)
-class _Graph:
+class _CUDAGraph:
     graph: torch.cuda.CUDAGraph
     spans: list[TimedEvents]
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 @dataclass(slots=True)
@@ -154,9 +141,6 @@ class _Run:
 
 class StreamBackend:
     """The backend for a GPU, on streams and graphs.
-
-    The first program of a key launches its stages one by one, which compiles their kernels. From the second
-    program on, each section of capturable steps is a graph: captured once, and launched again later.
 
     Graphs are dropped all together. They share the cuBLAS workspace of their stream, and torch (2.13) frees
     it with the first dropped graph: the remaining graphs would write to freed memory.
@@ -177,15 +161,14 @@ class StreamBackend:
             for with_flags in (False, True)
         }
         self._used = self._lanes[False]
-        self._seen: set[object] = set()
         self._has_failed = False  # True if the capture of the last program failed
-        self._graphs: dict[object, dict[int, _Graph]] = {}
+        self._graphs = Graphs(self._captured, self.forget)
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._runs: deque[_Run] = deque()  # started programs without a `wait`
 
     @property
     def has_graphs(self) -> bool:
-        return bool(self._graphs) or self._has_failed
+        return len(self._graphs) > 0 or self._has_failed
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -208,29 +191,12 @@ class StreamBackend:
         self._used = self._lanes[with_flags]
         self._has_failed = False
         self._fork()
-        key, spans, parts = program.key, [], sections(program)
-        is_new = key not in self._seen
-        with_graphs = with_graphs and any(can for can, _ in parts)
-        is_graph = with_graphs and not is_new
-        if with_graphs:
-            self._seen.add(key)
-        if is_graph and key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
-            self.forget()
-        graphs = self._graphs.setdefault(key, {}) if is_graph else {}
-        is_new = is_new or (is_graph and not graphs)
-        for number, (can, steps) in enumerate(parts):
-            if not (is_graph and can):
-                for step in steps:
-                    step.submit(self._used)
-                continue
-            if number not in graphs:
-                graphs[number] = self._capture(steps)
-            with torch.cuda.stream(self._device):
-                graphs[number].graph.replay()
-            spans += graphs[number].spans
+        with torch.cuda.stream(self._device):
+            is_new, graphs = self._graphs.start(program, self._used, with_graphs=with_graphs)
         self._join()
+        spans = [span for graph in graphs for span in graph.spans]
         self._runs.append(_Run(self._used, [*self._used.ends(), self._used.mark("its streams")], spans))
-        return with_graphs and is_new
+        return is_new
 
     def wait(self) -> None:
         run = self._runs.popleft()
@@ -248,7 +214,6 @@ class StreamBackend:
         for run in self._runs:  # torch reuses a graph's memory at once
             with suppress(RuntimeError):  # `wait` raises this error
                 run.ends[-1].wait()
-        self._seen.clear()
         self._graphs.clear()
         let_workspaces_go(self)
         self._pool = torch.cuda.graph_pool_handle()
@@ -257,7 +222,14 @@ class StreamBackend:
         for lanes in self._lanes.values():
             lanes.close()
 
-    def _capture(self, steps: Sequence[Step]) -> _Graph:
+    def _captured(self, steps: Sequence[Step]) -> _CUDAGraph:
+        """Capture steps, and launch the graph."""
+        graph = self._capture(steps)
+        with torch.cuda.stream(self._device):
+            graph.replay()
+        return graph
+
+    def _capture(self, steps: Sequence[Step]) -> _CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         tape = self._tape
         with torch.cuda.stream(self._device):
@@ -285,7 +257,7 @@ class StreamBackend:
                 self._has_failed = True
                 raise
         keep_workspaces(self)
-        return _Graph(graph, tape.spans)
+        return _CUDAGraph(graph, tape.spans)
 
     def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:
         try:

@@ -130,7 +130,7 @@ class ProgramBuilder:
         members = BatchMembers.of_all(plan, tiers)
         blocks = streamed_blocks(plan, self._storage.block_size) if self._swaps is not None else NO_BLOCKS
         graph_key = GraphKey.of(members, tiers, blocks, has_copies=bool(plan.copies))
-        rounded = (graph_key.rounded(),) if for_graphs else ()
+        rounded = (graph_key.rounded(pads=self._workspace.is_staged),) if for_graphs else ()
         memory = self._workspace.memory(*rounded, graph_key)
         self._transfers.begin()
         parts = zip(memory.parts, members, strict=True)

@@ -145,16 +145,20 @@ class GraphKey:
         rows = tuple(each.rows for each in members)
         return cls(rows, max(tables, default=0), has_copies, int(streamed_blocks.max(initial=-1)) + 1)
 
-    def rounded(self) -> "GraphKey":
+    def rounded(self, *, pads: bool = True) -> "GraphKey":
         """Return the graph sizes that serve this iteration and similar ones.
+
+        Args:
+            pads: Add rows of padding, which a CPU would compute one after the other.
 
         With decodes alone, padding adds less than a third of the rows, and rows cost little beside the
         weights. With prompts, rows cost more: a large total is rounded up by a sixteenth at most.
         """
         has_prompts = any(rows.prompts for rows in self.sub_batches)
         table = self.max_blocks
+        pad = _with_prompts if has_prompts else _decodes
         return GraphKey(
-            tuple(_with_prompts(rows) if has_prompts else _decodes(rows) for rows in self.sub_batches),
+            tuple(map(pad, self.sub_batches)) if pads else self.sub_batches,
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
             rounded_streamed(self.streamed_blocks),

@@ -99,12 +99,22 @@ class ModelRunner(Executor):
         self._timeout = timeout
         self._watch = timeout.watch()  # watchdog of the current iteration
         can_have_graphs = uses_gpu and stages.writes_in_place
+        # Without a GPU, iterations of decodes are recorded if no other lane takes part; see `graphs`.
+        takes_lanes = model.has_splits or any(tier.is_remote or tier.is_streamed for tier in storage.tiers)
+        self._records = not (uses_gpu or stages.is_part or takes_lanes)
         self._has_graphs = can_have_graphs and fallbacks.level("graphs") != "eager"
         # All ranks reduce the same rows, so every rank rounds them up, with or without graphs of its own.
         self._always_rounds = can_have_graphs and stages.is_part
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
-            self._workspace = Workspace(stages, storage.tiers, capacity, num_programs, has_graphs=has_graphs)
+            self._workspace = Workspace(
+                stages,
+                storage.tiers,
+                capacity,
+                num_programs,
+                has_graphs=has_graphs or self._records,
+                is_staged=has_graphs or model.device.type != "cpu",
+            )
             sizes = self._workspace, capacity.decodes
             self._builder = ProgramBuilder(stages, storage, *sizes, moves_experts=moves_experts)
         self._has_graphs = self._has_graphs and self.fits_graphs
@@ -192,7 +202,7 @@ class ModelRunner(Executor):
         return self._prepared[1] if self._prepared is not None and self._prepared[0] is plan else None
 
     def _build(self, plan: IterationPlan, rows_of_tokens: Mapping[str, int]) -> Program:
-        for_graphs = self._tries_graphs or self._always_rounds
+        for_graphs = self._tries_graphs or self._always_rounds or self._records
         return self._builder.build(plan, rows_of_tokens, for_graphs=for_graphs)
 
     def _end(self, started: "_Started") -> IterationResult:
@@ -352,22 +362,20 @@ class ModelRunner(Executor):
         started_ns = time.perf_counter_ns()
         self._watch = watch = self._timeout.watch(plan.predicted.total_ms)
         self._backend.begin(watch)
-        with_graphs = self._tries_graphs
+        tries_graphs = self._tries_graphs
         program = self._prepared_for(plan) or self._build(plan, self._rows_of_tokens if plan.is_ahead else {})
         self._prepared = None  # further programs may use its memory
         self._pause = max(self._pause - 1, 0)
         tasks = program.tasks
+        with_graphs = tries_graphs and self._fits(program.graph_key)
+        with_graphs = with_graphs or (self._records and program.is_whole)
         with_flags = self._relays is not None and self._may_use_flags
         if tasks and not with_flags:
             with_graphs = False  # the CPU's part runs on threads, which need Python between layers
         relays = self._relays if with_flags and tasks else None
         if relays is not None:
             relays.start(tasks, watch)
-        is_first = self._backend.start(
-            program,
-            with_flags=with_flags,
-            with_graphs=with_graphs and self._fits(program.graph_key),
-        )
+        is_first = self._backend.start(program, with_flags=with_flags, with_graphs=with_graphs)
         outputs = program.outputs  # the next iteration may fill the program again
         self._rows_of_tokens = outputs.rows_of_tokens
 

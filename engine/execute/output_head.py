@@ -138,9 +138,14 @@ class OutputHead:
             first += len(rows)
 
     def _choose(self, rows: int) -> None:
-        """Choose tokens greedily; other sampling methods read the logits."""
+        """Choose tokens greedily; other sampling methods read the logits.
+
+        A CUDA graph chooses for every iteration that it serves.
+        """
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
+        if not (workspace.is_staged or self.outputs.are_chosen):
+            return
         largest, tokens = logits.max(dim=-1)
         workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 

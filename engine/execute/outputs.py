@@ -58,6 +58,11 @@ class Outputs:
         self.rows_of_tokens: Mapping[str, int] = dict(zip(self._names, rows, strict=True)) if has_room else {}
 
     @property
+    def are_chosen(self) -> bool:
+        """True if the tokens are those that the program's graph chooses."""
+        return self._chosen_rows is not None
+
+    @property
     def count(self) -> int:
         """Number of requested outputs."""
         return len(self._names) + len(self._pooled) + len(self._shown)

@@ -89,6 +89,11 @@ class Program:
         return self.graph_key, self._fetches, self._ending.chooses, self._is_capturable, keys
 
     @property
+    def is_whole(self) -> bool:
+        """True if one graph can hold all layers and choose the tokens."""
+        return self._ending.chooses
+
+    @property
     def graph_key(self) -> GraphKey:
         """The sizes of the iteration."""
         return self._memory.graph_key

@@ -20,7 +20,7 @@ from neo_desktop.engine.execute.timeline import Stage
 class SmallProgram:
     """A program of one capturable step."""
 
-    key: object  # see `AnyProgram`
+    key: object  # see `graphs.AnyProgram`
     submit: Callable[[Launcher], object]
 
     def steps(self) -> Sequence[Step]:

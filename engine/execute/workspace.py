@@ -70,13 +70,14 @@ class BatchMemory:
 class Workspace:
     """Working memory of a model's iterations, which run one after the other.
 
-    The next iteration may be prepared while one runs, so there are two sets of input buffers.
+    On a GPU the next iteration may be prepared while one runs, so there are two sets of input buffers.
 
     Args:
         tiers: KV tiers of decodes.
         capacity: Sizes of the largest iteration.
         num_programs: Number of decode-attention programs that the GPU runs at once.
         has_graphs: True if graphs run, which choose tokens themselves.
+        is_staged: True if the device's inputs are copies, so that the next ones can be prepared.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Workspace:
         num_programs: int,
         *,
         has_graphs: bool,
+        is_staged: bool,
     ) -> None:
         model = stages.decoder
         config, dtype, device = model.config, model.dtype, model.device
@@ -96,7 +98,7 @@ class Workspace:
         self._scratch = Scratch.empty(config, capacity.tokens, dtype, device)
         self._states = [
             State.empty(config, rows, dtype, device, self._scratch)
-            for rows in (capacity.tokens, capacity.decodes if has_graphs else capacity.tokens)
+            for rows in (capacity.tokens, capacity.decodes if is_staged and has_graphs else capacity.tokens)
         ]
         decodes, heads, head_dim = capacity.decodes, config.num_heads, config.head_dim
         num_rows = sum(len(state.residual) for state in self._states)
@@ -105,26 +107,29 @@ class Workspace:
         num_ints += config.num_layers * MAX_ASYNC_DECODES
         self._has_states = bool(config.state_shapes)
         num_ints += 8 * decodes * len(tiers) * self._has_states
-        self._is_staged = device.type != "cpu" or has_graphs
+        self.is_staged = is_staged
         self._staged = [
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
-            for _ in range(2 if self._is_staged else 1)
+            for _ in range(2 if self.is_staged else 1)
         ]
         self._turn = 0  # index of the next input buffer
         # The last iteration's tokens, for an iteration that starts before they are read; then all inputs.
-        self._graph_rows = rows = 2 * decodes + MAX_ASYNC_DECODES if has_graphs else 0
-        self._table = torch.zeros(rows + num_ints if self._is_staged else 0, dtype=torch.int32, device=device)
+        self._graph_rows = graph_rows = 2 * decodes + MAX_ASYNC_DECODES if has_graphs else 0
+        self._latest_rows = rows = graph_rows if is_staged else 0
+        self._table = torch.zeros(rows + num_ints if self.is_staged else 0, dtype=torch.int32, device=device)
         self.latest = self._table[:rows]
-        self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
+        self._token_ids = torch.zeros(num_rows if self.is_staged else 0, dtype=torch.int32, device=device)
         # Split contexts have at most as many splits as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
         # All rows of a whole graph, sub-batch 0 first.
-        self.last_hidden = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)  # normalised
-        self.logits = torch.empty(rows, config.vocab_size, dtype=dtype, device=device)
+        self.last_hidden = torch.empty(
+            graph_rows, config.hidden_size, dtype=dtype, device=device
+        )  # normalised
+        self.logits = torch.empty(graph_rows, config.vocab_size, dtype=dtype, device=device)
         # Per row, the most probable token or `sampler.NO_TOKEN`.
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(graph_rows, dtype=torch.int64, device=device)
         # True if graphs can use the memory: their host tensors must be pinned.
         self.fits_graphs = suits_graphs(self._staged, device)
         self._known: dict[tuple[GraphKey, int], BatchMemory] = {}
@@ -198,11 +203,11 @@ class Workspace:
                 for rows, state in zip(graph_key.sub_batches, self._states, strict=False)
             )
         )
-        staged, table = self._staged[self._turn][:num_ints], self._table[: self._graph_rows + num_ints]
+        staged, table = self._staged[self._turn][:num_ints], self._table[: self._latest_rows + num_ints]
         if not is_fixed:
             staged = torch.zeros(num_ints, dtype=torch.int32)
-            table = torch.zeros(self._graph_rows + num_ints, dtype=torch.int32, device=self._device)
-        ints = table[self._graph_rows :] if self._is_staged else staged
+            table = torch.zeros(self._latest_rows + num_ints, dtype=torch.int32, device=self._device)
+        ints = table[self._latest_rows :] if self.is_staged else staged
         begin, first_row, parts = 0, 0, []
         for index, (rows, each) in enumerate(zip(graph_key.sub_batches, shapes, strict=True)):
             parts.append(
@@ -211,8 +216,8 @@ class Workspace:
                     rows=rows,
                     inputs=_cut(ints, begin, each),
                     staged=_cut(staged.numpy(), begin, each),
-                    table=table if self._is_staged else None,
-                    first_source=self._graph_rows + begin,
+                    table=table if self.is_staged else None,
+                    first_source=self._latest_rows + begin,
                     token_ids=self._tokens_of(first_row, rows.count, ints[begin : begin + rows.count]),
                     state=self._state(index, rows.count),
                 )
@@ -223,7 +228,7 @@ class Workspace:
 
     def _tokens_of(self, first_row: int, rows: int, given: Tensor) -> Tensor:
         """Return the tokens that a sub-batch embeds; without a table, these are `given`."""
-        if not self._is_staged:
+        if not self.is_staged:
             return given
         kept = self._token_ids[first_row : first_row + rows]
         return kept if len(kept) == rows else torch.zeros_like(given)

@@ -222,13 +222,14 @@ def check_recurrent(rig: Rig) -> Figures:
         outputs=(3, 5),
         scratch=3,
     )
-    for has_beta in (False, True):
+    for is_delta in (False, True):
         q, k = (normalize(torch.randn(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
         v, decay = torch.randn(rows, HEADS, VALUE_DIM).to(rig.dtype), -torch.rand(rows, HEADS)
-        beta = torch.rand(rows, HEADS) if has_beta else None
+        beta = torch.rand(rows, HEADS)
         state = torch.randn(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
         arguments = q, k, v, decay, beta, state, spans, torch.empty_like(v)
-        compared.run(scan_state, operators.scan_state, arguments, outputs=(5, 7), scratch=5)
+        ours, theirs = (partial(scan, is_delta=is_delta) for scan in (scan_state, operators.scan_state))
+        compared.run(ours, theirs, arguments, outputs=(5, 7), scratch=5)
     return compared.figures(2 * state[0].nbytes * len(SPANS))
 
 

@@ -33,10 +33,10 @@ from neo_desktop.native import Columns, Step
 
 _MOVES = MOVES | SPLITS | {"expand_as", "getitem", "stack"}
 _VIEWS = frozenset(("view", "_unsafe_view"))
-_UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
+_UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu", "softplus"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
-_FUNCTIONS = frozenset(("softplus", "clamp", "exp"))  # of few numbers: torch computes them
+_FUNCTIONS = frozenset(("clamp", "exp"))  # of few numbers: torch computes them
 
 
 def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowStage:
@@ -276,5 +276,7 @@ def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _approximated(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if name == "softplus" and (args[1:] or kwargs):
+        raise NotRowsError("softplus with a slope or a threshold")
     approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
     return "gelu_tanh" if approximate == "tanh" else name

@@ -180,7 +180,6 @@ class Scan(nn.Module):
         beta: Tensor,
     ) -> None:
         """Write the scan of rows to `out` [rows, heads, value_dim], for rows in spans."""
-        weight = beta if self._is_delta else None
-        v = v if self._is_delta else v * beta[..., None]
+        state = batch.states[self._index]
         for spans in batch.passes:
-            self._operators.scan_state(q, k, v, decay, weight, batch.states[self._index], spans, out)
+            self._operators.scan_state(q, k, v, decay, beta, state, spans, out, is_delta=self._is_delta)

@@ -27,6 +27,7 @@
 #include "neo_desktop/row_program.h"
 #include "neo_desktop/row_store.h"
 #include "neo_desktop/thread_pool.h"
+#include "recording.h"
 
 namespace py = pybind11;
 using namespace neo_desktop;
@@ -204,8 +205,9 @@ RowProgram row_program(const std::vector<std::tuple<int64_t, int, bool>>& buffer
   return {std::move(of_rows), std::move(of_program)};
 }
 
-void run_rows(const RowProgram& program, const std::vector<TensorView>& given, int num_threads, Isa isa) {
-  program.run(given, num_threads, isa);
+void run_rows(const std::shared_ptr<RowProgram>& program, const std::vector<TensorView>& given,
+              int num_threads, Isa isa) {
+  program->run(given, num_threads, isa);
 }
 
 // clamped: alpha, limit; gate_by: name of a function
@@ -224,10 +226,43 @@ PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, co
                         function);
 }
 
-void multiply_experts_of(const PackedExperts& experts, const ExpertTensors& tensors, int num_threads,
-                         Isa isa) {
-  multiply_experts(experts, expert_rows(tensors), num_threads, isa);
+void multiply_experts_of(const std::shared_ptr<PackedExperts>& experts, const ExpertTensors& tensors,
+                         int num_threads, Isa isa) {
+  multiply_experts(*experts, expert_rows(tensors), num_threads, isa);
 }
+
+void attend_decodes(const Decode& decode, const TensorView& k_cache, const TensorView& v_cache,
+                    const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t window,
+                    const MaybeTensor& sinks, int num_threads, Isa isa) {
+  paged_attention_decode(arguments(decode), k_cache, v_cache, pointer(k_scale), pointer(v_scale), window,
+                         pointer(sinks), num_threads, isa);
+}
+
+void attend_prompts(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& ends,
+                    const TensorView& out, int64_t window, const MaybeTensor& sinks, float scale,
+                    float softcap, int num_threads, Isa isa) {
+  prompt_attention({q, k, v, ends, out, window, pointer(sinks), scale, softcap}, num_threads, isa);
+}
+
+void write_kv(const TensorView& k, const TensorView& v, const TensorView& k_cache, const TensorView& v_cache,
+              const MaybeTensor& k_scale, const MaybeTensor& v_scale, const TensorView& slots,
+              int num_threads, Isa isa) {
+  paged_kv_write(k, v, k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, num_threads, isa);
+}
+
+void read_kv(const TensorView& k_cache, const TensorView& v_cache, const MaybeTensor& k_scale,
+             const MaybeTensor& v_scale, const TensorView& slots, const TensorView& k_out,
+             const TensorView& v_out, int num_threads, Isa isa) {
+  paged_kv_read(k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, k_out, v_out, num_threads, isa);
+}
+
+void run_task(const HostTask& task, size_t turn, int num_threads, Isa isa) {
+  task.run(turn, check_num_threads(num_threads), isa);
+}
+
+void begin_recording() { recording = std::make_shared<Recording>(); }
+
+std::shared_ptr<Recording> end_recording() { return std::exchange(recording, nullptr); }
 
 bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,
                     uintptr_t packed) {
@@ -257,51 +292,27 @@ PYBIND11_MODULE(_native, m) {
     for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));
     return names;
   });
-  m.def(
-      "paged_attention_decode",
-      [](const Decode& decode, const TensorView& k_cache, const TensorView& v_cache,
-         const MaybeTensor& k_scale, const MaybeTensor& v_scale, int64_t window, const MaybeTensor& sinks,
-         int num_threads, Isa isa) {
-        paged_attention_decode(arguments(decode), k_cache, v_cache, pointer(k_scale), pointer(v_scale),
-                               window, pointer(sinks), num_threads, isa);
-      },
-      without_gil);
-  m.def(
-      "prompt_attention",
-      [](const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& ends,
-         const TensorView& out, int64_t window, const MaybeTensor& sinks, float scale, float softcap,
-         int num_threads, Isa isa) {
-        prompt_attention({q, k, v, ends, out, window, pointer(sinks), scale, softcap}, num_threads, isa);
-      },
-      without_gil);
-  m.def(
-      "paged_kv_write",
-      [](const TensorView& k, const TensorView& v, const TensorView& k_cache, const TensorView& v_cache,
-         const MaybeTensor& k_scale, const MaybeTensor& v_scale, const TensorView& slots, int num_threads,
-         Isa isa) {
-        paged_kv_write(k, v, k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, num_threads, isa);
-      },
-      without_gil);
-  m.def(
-      "paged_kv_read",
-      [](const TensorView& k_cache, const TensorView& v_cache, const MaybeTensor& k_scale,
-         const MaybeTensor& v_scale, const TensorView& slots, const TensorView& k_out,
-         const TensorView& v_out, int num_threads, Isa isa) {
-        paged_kv_read(k_cache, v_cache, pointer(k_scale), pointer(v_scale), slots, k_out, v_out, num_threads,
-                      isa);
-      },
-      without_gil);
-  m.def("store_rows", &store_rows, without_gil);
-  m.def("add_rms_norm", &add_rms_norm, without_gil);
-  m.def("silu_mul", &silu_mul, without_gil);
-  m.def("rope", &rope, without_gil);
-  m.def("scan_state", &scan_state, without_gil);
-  m.def("short_convolution", &short_convolution, without_gil);
-  py::class_<RowProgram>(m, "RowProgram").def(py::init(&row_program));
-  m.def("run_rows", &run_rows, without_gil);
-  py::class_<PackedExperts>(m, "PackedExperts").def(py::init(&experts_of));
-  m.def("multiply_experts", &multiply_experts_of, without_gil);
-  m.def("packed_linear", &multiply_quantised, without_gil);
+  m.def("paged_attention_decode", recorded(&attend_decodes), without_gil);
+  m.def("prompt_attention", recorded(&attend_prompts), without_gil);
+  m.def("paged_kv_write", recorded(&write_kv), without_gil);
+  m.def("paged_kv_read", recorded(&read_kv), without_gil);
+  m.def("store_rows", recorded(&store_rows), without_gil);
+  m.def("add_rms_norm", recorded(&add_rms_norm), without_gil);
+  m.def("silu_mul", recorded(&silu_mul), without_gil);
+  m.def("rope", recorded(&rope), without_gil);
+  m.def("scan_state", recorded(&scan_state), without_gil);
+  m.def("short_convolution", recorded(&short_convolution), without_gil);
+  py::class_<RowProgram, std::shared_ptr<RowProgram>>(m, "RowProgram").def(py::init(&row_program));
+  m.def("run_rows", recorded(&run_rows), without_gil);
+  py::class_<PackedExperts, std::shared_ptr<PackedExperts>>(m, "PackedExperts").def(py::init(&experts_of));
+  m.def("multiply_experts", recorded(&multiply_experts_of), without_gil);
+  m.def("packed_linear", recorded(&multiply_quantised), without_gil);
+  py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
+      .def_readonly("is_complete", &Recording::is_complete)
+      .def("append", &Recording::append)
+      .def("run", &Recording::run, without_gil);
+  m.def("begin_recording", &begin_recording);
+  m.def("end_recording", &end_recording);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
     return packed_bytes(stored_type(type), rows, columns);
   });
@@ -309,8 +320,8 @@ PYBIND11_MODULE(_native, m) {
     const StoredType stored = stored_type(type);
     return std::pair(stored_columns(stored), stored_bytes(stored, stored_columns(stored)));
   });
-  m.def("pack_quantised", &pack_quantised, without_gil);
-  m.def("unpack_quantised", &unpack_quantised, without_gil);
+  m.def("pack_quantised", not_recorded(&pack_quantised), without_gil);
+  m.def("unpack_quantised", not_recorded(&unpack_quantised), without_gil);
   m.def(
       "read_seconds",
       [](uintptr_t address, int64_t bytes, int num_threads) {
@@ -332,12 +343,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<HostCaches, std::shared_ptr<HostCaches>>(m, "HostCaches").def(py::init(&host_caches));
   py::class_<HostTask, std::shared_ptr<HostTask>>(m, "HostTask")
       .def("check", &HostTask::check)
-      .def(
-          "run",
-          [](const HostTask& task, size_t turn, int num_threads, Isa isa) {
-            task.run(turn, check_num_threads(num_threads), isa);
-          },
-          without_gil);
+      .def("run", not_recorded(&run_task), without_gil);
   m.def("decode_task", &decode_task_of);
   m.def("rows_task", &rows_task_of);
   m.def("matmul_task", &matmul_task_of);

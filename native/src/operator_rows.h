@@ -1,6 +1,8 @@
 // The operators on one row, instantiated by each instruction set's file (see operators.h).
 #pragma once
 
+#include <cmath>
+
 #include "simd_common.h"
 
 namespace neo_desktop {
@@ -223,6 +225,15 @@ inline typename V::Reg gelu_by_tanh(typename V::Reg x) {
   return V::multiply_add(half, tanh<V>(V::multiply(inner, V::broadcast(0.797884561f))), half);
 }
 
+// log(1 + e^x), lane by lane: recurrent layers need it for few numbers.
+template <class V>
+inline typename V::Reg softplus(typename V::Reg x) {
+  float lanes[V::kLanes];
+  V::store(lanes, x);
+  for (float& lane : lanes) lane = (lane < 0 ? 0 : lane) + std::log1p(std::exp(-std::fabs(lane)));
+  return V::load(lanes);
+}
+
 template <class V, Unary kind>
 inline typename V::Reg apply(typename V::Reg x) {
   if constexpr (kind == Unary::kSilu) return silu<V>(x);
@@ -234,6 +245,7 @@ inline typename V::Reg apply(typename V::Reg x) {
   if constexpr (kind == Unary::kRelu) return V::max(V::zero(), x);  // NaN stays
   if constexpr (kind == Unary::kGelu) return gelu<V>(x);
   if constexpr (kind == Unary::kGeluTanh) return gelu_by_tanh<V>(x);
+  if constexpr (kind == Unary::kSoftplus) return softplus<V>(x);
 }
 
 template <class V, Binary kind>
@@ -300,7 +312,8 @@ constexpr RowOperators make_row_operators() {
        NEO_DESKTOP_OF_DTYPES(convert_row, BFloat16)},
       {NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kSilu), NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kSigmoid),
        NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kTanh), NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kRelu),
-       NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kGelu), NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kGeluTanh)},
+       NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kGelu), NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kGeluTanh),
+       NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kSoftplus)},
       {NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kAdd), NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kSubtract),
        NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kTimes)},
       NEO_DESKTOP_OF_DTYPES(scale_row)};

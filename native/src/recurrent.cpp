@@ -77,7 +77,7 @@ const uint8_t* row_of(const TensorView& tensor, int64_t token, int64_t head) {
 }  // namespace
 
 void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& decay,
-                const std::optional<TensorView>& beta, const TensorView& state, const TensorView& spans,
+                const TensorView& beta, bool is_delta, const TensorView& state, const TensorView& spans,
                 const TensorView& out, int num_threads, Isa isa) {
   check_dims(v, "[tokens, heads, value_dim]", 3);
   check_dtype(v, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
@@ -89,7 +89,7 @@ void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, c
   check_like(q, "[tokens, key_heads, key_dim]", {tokens, key_heads, key_dim}, v.dtype);
   check_like(out, "[tokens, heads, value_dim]", {tokens, heads, value_dim}, v.dtype);
   check_like(decay, "[tokens, heads]", {tokens, heads}, DType::kFloat32);
-  if (beta) check_like(*beta, "[tokens, heads]", {tokens, heads}, DType::kFloat32);
+  check_like(beta, "[tokens, heads]", {tokens, heads}, DType::kFloat32);
   check_dims(state, "[slots, heads, key_dim, value_dim]", 4);
   check_like(state, "[slots, heads, key_dim, value_dim]", {state.size(0), heads, key_dim, value_dim},
              DType::kFloat32, 4);
@@ -109,8 +109,11 @@ void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, c
     float* tile_v = tile_k + kTileTokens * key_dim;
     float* tile_decay = tile_v + kTileTokens * value_dim;
     float* tile_beta = tile_decay + kTileTokens;
-    float* own = begin_state(floats(state), span, heads * head_size, head * head_size, head_size,
-                             tile_beta + kTileTokens);
+    const auto state_in = [&](int32_t slot) { return floats(state) + (slot * heads + head) * head_size; };
+    float* own = span.target < 0 ? tile_beta + kTileTokens : state_in(span.target);
+    const float* before = span.source < 0 ? own : state_in(span.source);
+    if (span.source < 0) std::fill_n(own, head_size, 0.0F);
+    if (span.first == span.end && own != before) std::copy_n(before, head_size, own);
     for (int64_t first = span.first; first < span.end; first += kTileTokens) {
       const int count = static_cast<int>(std::min<int64_t>(span.end - first, kTileTokens));
       for (int i = 0; i < count; ++i) {
@@ -119,10 +122,13 @@ void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, c
         widen(row_of(k, token, key_head), tile_k + i * key_dim, static_cast<int>(key_dim));
         widen(row_of(v, token, head), tile_v + i * value_dim, static_cast<int>(value_dim));
         tile_decay[i] = std::exp(floats(decay)[token * decay.stride(0) + head]);
-        if (beta) tile_beta[i] = floats(*beta)[token * beta->stride(0) + head];
+        tile_beta[i] = floats(beta)[token * beta.stride(0) + head];
+        if (is_delta) continue;
+        for (int64_t c = i * value_dim; c < (i + 1) * value_dim; ++c) tile_v[c] *= tile_beta[i];
       }
-      kernels.states.scan({tile_q, tile_k, tile_v, tile_decay, beta ? tile_beta : nullptr, own, count,
-                           static_cast<int>(key_dim), static_cast<int>(value_dim)});
+      kernels.states.scan({tile_q, tile_k, tile_v, tile_decay, is_delta ? tile_beta : nullptr, before, own,
+                           count, static_cast<int>(key_dim), static_cast<int>(value_dim)});
+      before = own;
       for (int i = 0; i < count; ++i) {
         narrow(tile_v + i * value_dim, const_cast<uint8_t*>(row_of(out, first + i, head)),
                static_cast<int>(value_dim));

@@ -58,6 +58,8 @@ OpTraits traits_of(RowOp op) {
       return {"gelu", 1};
     case RowOp::kGeluTanh:
       return {"gelu_tanh", 1};
+    case RowOp::kSoftplus:
+      return {"softplus", 1};
   }
   fail("there is no such step");
 }

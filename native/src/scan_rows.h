@@ -19,6 +19,7 @@ inline void scan_columns(const ScanTask& task, int column, int length = 0) {
     V::store(p + c * V::kLanes, x);
   };
   for (int token = 0; token < task.tokens; ++token) {
+    const float* before = (token == 0 ? task.before : task.state) + column;
     const float* q = task.q + token * task.key_dim;
     const float* k = task.k + token * task.key_dim;
     float* v = task.v + token * task.value_dim + column;
@@ -33,7 +34,7 @@ inline void scan_columns(const ScanTask& task, int column, int length = 0) {
       typename V::Reg known[count];
 #pragma GCC unroll 4
       for (int c = 0; c < count; ++c) known[c] = V::zero();
-      const float* row = task.state + column;
+      const float* row = before;
       for (int i = 0; i < task.key_dim; ++i, row += task.value_dim) {
         const auto key = V::broadcast(k[i]);
 #pragma GCC unroll 4
@@ -46,11 +47,11 @@ inline void scan_columns(const ScanTask& task, int column, int length = 0) {
       }
     }
     float* row = task.state + column;
-    for (int i = 0; i < task.key_dim; ++i, row += task.value_dim) {
+    for (int i = 0; i < task.key_dim; ++i, row += task.value_dim, before += task.value_dim) {
       const auto key = V::broadcast(k[i]), query = V::broadcast(q[i]);
 #pragma GCC unroll 4
       for (int c = 0; c < count; ++c) {
-        const auto state = V::multiply_add(key, delta[c], V::multiply(decay, at(row, c)));
+        const auto state = V::multiply_add(key, delta[c], V::multiply(decay, at(before, c)));
         put(row, c, state);
         out[c] = V::multiply_add(query, state, out[c]);
       }

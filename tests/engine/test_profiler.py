@@ -19,7 +19,7 @@ from imitated_streams import NOTHING, ImitatedBackend, Operation
 from pipeline_case import tiny_model
 
 from neo_desktop.engine.batch import DeviceMemoryError
-from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.execute.graphs import AnyProgram
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.timeline import Timeline

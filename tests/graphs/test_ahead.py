@@ -18,8 +18,8 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute import model_runner
-from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.executor import Wait
+from neo_desktop.engine.execute.graphs import AnyProgram
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.host_reserve import HostReserve
 from neo_desktop.engine.kv.cache import KVCache

@@ -21,7 +21,7 @@ from neo_desktop.engine.cuda.errors import (
     StreamMemoryError,
 )
 from neo_desktop.engine.execute import model_runner
-from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.execute.graphs import AnyProgram
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.fallbacks import fallbacks

@@ -43,7 +43,7 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
     config = tiny_config((None,))
     for capacity in (Capacity(64, 8, 64), Capacity(2112, 256, 1024)):
         model = Decoder(config, dtype=torch.float16, device=torch.device("cpu"))
-        workspace = Workspace(Stages(model), MEASURED_TIERS, capacity, 32, has_graphs=True)
+        workspace = Workspace(Stages(model), MEASURED_TIERS, capacity, 32, has_graphs=True, is_staged=True)
         states = workspace._states
         tensors = [getattr(state, name) for state in states for name in type(state).__slots__]
         tensors += [getattr(states[0].scratch, name) for name in type(states[0].scratch).__slots__]

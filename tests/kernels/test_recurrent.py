@@ -28,7 +28,7 @@ def check(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("has_beta", [True, False])
+@pytest.mark.parametrize("is_delta", [True, False])
 @pytest.mark.parametrize(("shared", "key_dim", "value_dim"), [(1, 16, 24), (3, 20, 7)])
 @pytest.mark.parametrize("spans", [PROMPTS, DECODES], ids=["prompts", "decodes"])
 def test_scans_equal_the_native_kernel(
@@ -36,7 +36,7 @@ def test_scans_equal_the_native_kernel(
     shared: int,
     key_dim: int,
     value_dim: int,
-    has_beta: bool,
+    is_delta: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -44,16 +44,16 @@ def test_scans_equal_the_native_kernel(
     rows, heads = spans[-1][1] + 1, 2 * shared
     q, k = (torch.randn(rows, 2, key_dim).mul(0.3).to(dtype) for _ in range(2))
     v, decay = torch.randn(rows, heads, value_dim).to(dtype), -torch.rand(rows, heads)
-    beta = torch.rand(rows, heads) if has_beta else None
+    beta = torch.rand(rows, heads)
     state = torch.randn(6, heads, key_dim, value_dim)
     after, out, expected = (
         state.to(device, copy=True),
         torch.zeros_like(v, device=device),
         torch.zeros_like(v),
     )
-    there = q.to(device), k.to(device), v.to(device), decay.to(device)
-    scan_state(*there, None if beta is None else beta.to(device), after, spans_of(spans, device), out)
-    native_operators.scan_state(q, k, v, decay, beta, state, spans_of(spans), expected)
+    there = q.to(device), k.to(device), v.to(device), decay.to(device), beta.to(device)
+    scan_state(*there, after, spans_of(spans, device), out, is_delta=is_delta)
+    native_operators.scan_state(q, k, v, decay, beta, state, spans_of(spans), expected, is_delta=is_delta)
     check(out, expected)
     torch.testing.assert_close(after[:5].cpu(), state[:5], rtol=1e-4, atol=1e-4)
 

@@ -23,7 +23,7 @@ def spans_of(counts: list[int], sources: Sequence[int] = (-1,), targets: Sequenc
 
 
 def scanned(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, is_delta: bool
 ) -> tuple[Tensor, Tensor]:
     """Scan one request in float64; return its output and its state."""
     shared = v.shape[1] // q.shape[1]
@@ -32,9 +32,9 @@ def scanned(
     for token in range(len(v)):
         state = state * decay[token].double().exp()[:, None, None]
         delta = v[token].double()
-        if beta is not None:
-            delta = (delta - torch.einsum("hkv,hk->hv", state, k[token])) * beta[token].double()[:, None]
-        state = state + k[token][:, :, None] * delta[:, None, :]
+        if is_delta:
+            delta = delta - torch.einsum("hkv,hk->hv", state, k[token])
+        state = state + k[token][:, :, None] * (delta * beta[token].double()[:, None])[:, None, :]
         out[token] = torch.einsum("hkv,hk->hv", state, q[token])
     return out, state
 
@@ -45,7 +45,7 @@ def scanned(
     shared=st.integers(1, 3),
     key_dim=st.sampled_from((1, 8, 20, 64, 128)),
     value_dim=st.sampled_from((1, 7, 16, 33, 64, 100, 128)),
-    has_beta=st.booleans(),
+    is_delta=st.booleans(),
     dtype=dtypes,
     isa=isas,
     threads=st.integers(1, 3),
@@ -57,7 +57,7 @@ def test_states_equal_float64(
     shared: int,
     key_dim: int,
     value_dim: int,
-    has_beta: bool,
+    is_delta: bool,
     dtype: torch.dtype,
     isa: str,
     threads: int,
@@ -69,7 +69,7 @@ def test_states_equal_float64(
         torch.nn.functional.normalize(torch.randn(tokens, key_heads, key_dim), dim=-1).to(dtype) for _ in "qk"
     )
     v, decay = torch.randn(tokens, heads, value_dim).to(dtype), -torch.rand(tokens, heads)
-    beta = torch.rand(tokens, heads) if has_beta else None
+    beta = torch.rand(tokens, heads)
     state = torch.randn(2 * len(counts) + 1, heads, key_dim, value_dim)
     before, out = state.clone(), torch.full_like(v, torch.nan)
     slots = torch.randperm(len(state)).tolist()
@@ -78,13 +78,11 @@ def test_states_equal_float64(
         (source, slot, slot)[slot % 3] for source, slot in zip(sources, slots[-len(counts) :], strict=True)
     ]
     spans = spans_of(counts, sources, targets)
-    native.scan_state(q, k, v, decay, beta, state, spans, out, threads, isa=isa)
+    native.scan_state(q, k, v, decay, beta, state, spans, out, threads, is_delta=is_delta, isa=isa)
     for first, end, source, target in spans.tolist():
         own = slice(first, end)
         given = before[source] if source >= 0 else torch.zeros_like(before[0])
-        expected, after = scanned(
-            q[own], k[own], v[own], decay[own], None if beta is None else beta[own], given
-        )
+        expected, after = scanned(q[own], k[own], v[own], decay[own], beta[own], given, is_delta)
         scale = max(1.0, float(expected.abs().max()) if expected.numel() else 1.0)
         torch.testing.assert_close(out[own].double(), expected, rtol=0, atol=TOLERANCES[dtype] * scale * 4)
         if target >= 0:
@@ -101,12 +99,12 @@ def test_chunks_of_any_size_give_the_same_numbers(cuts: list[int], isa: str, see
     decay, beta = -torch.rand(tokens, 2), torch.rand(tokens, 2)
     whole, pieces = (torch.zeros(1, 2, 24, 24) for _ in "ab")
     out, parts = torch.empty_like(v), torch.empty_like(v)
-    native.scan_state(q, k, v, decay, beta, whole, spans_of([tokens]), out, isa=isa)
+    native.scan_state(q, k, v, decay, beta, whole, spans_of([tokens]), out, is_delta=True, isa=isa)
     first = 0
     for count in cuts:
         own = slice(first, first + count)
         rows = q[own], k[own], v[own], decay[own], beta[own]
-        native.scan_state(*rows, pieces, spans_of([count], [0]), parts[own], 1, isa=isa)
+        native.scan_state(*rows, pieces, spans_of([count], [0]), parts[own], 1, is_delta=True, isa=isa)
         first += count
     assert torch.equal(out, parts)
     assert torch.equal(whole, pieces)
@@ -166,6 +164,8 @@ def test_it_is_the_gated_delta_rule_of_transformers() -> None:
     )
     q, k = (modeling.l2norm(x, dim=-1, eps=1e-6) for x in (q, k))
     state, out = torch.zeros(1, 8, 32, 48), torch.empty(150, 8, 48)
-    native.scan_state(q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, spans_of([150]), out)
+    native.scan_state(
+        q[0] * 32**-0.5, k[0], v[0], decay[0], beta[0], state, spans_of([150]), out, is_delta=True
+    )
     torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-5)

@@ -37,6 +37,7 @@ ONE_BY_ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
     "copy": lambda x: x,
     "add_number": lambda x: x + 0.75,
     "times_number": lambda x: x * 0.75,
@@ -56,7 +57,7 @@ def test_numbers_one_by_one(op: str, dtype: torch.dtype, isa: str) -> None:
     for group in range(groups):
         of_group = x[:, 2 + 25 * group :][:, :length].double()
         expected[:, 5 + 28 * group :][:, :length] = ONE_BY_ONE[op](of_group)
-    close(out, expected, 1.0 if op.startswith("gelu") or op == "sigmoid" else 1e-6)
+    close(out, expected, 1.0 if op.startswith("gelu") or op in ("sigmoid", "softplus") else 1e-6)
 
 
 BY_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

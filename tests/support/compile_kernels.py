@@ -166,7 +166,7 @@ def recurrent(dtype: torch.dtype, rows: int) -> None:
     spans = Spans(empty(4, 4, dtype=torch.int32), rows)
     q, v = empty(4 * rows, 16, 128, dtype=FP32), empty(4 * rows, 32, 128, dtype=FP32)
     decay, state = empty(4 * rows, 32, dtype=FP32), empty(8, 32, 128, 128, dtype=FP32)
-    scan_state(q, q, v, decay, decay, state, spans, torch.empty_like(v))
+    scan_state(q, q, v, decay, decay, state, spans, torch.empty_like(v), is_delta=True)
     x, weight = empty(4 * rows, 8192, dtype=dtype), empty(4, 8192, dtype=FP32)
     past = empty(8, 3, 8192, dtype=FP32)
     short_convolution(x, weight, None, past, spans, torch.empty_like(x), has_silu=True)

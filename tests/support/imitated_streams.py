@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import DeviceStalledError, EngineLostError
-from neo_desktop.engine.execute.backend import NEVER_CAPTURED, AnyProgram, sections
+from neo_desktop.engine.execute.backend import NEVER_CAPTURED
+from neo_desktop.engine.execute.graphs import AnyProgram, sections
 from neo_desktop.engine.execute.lane import HostTask, Lane, Signal, Step
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage

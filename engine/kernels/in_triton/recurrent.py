@@ -17,16 +17,17 @@ def scan_state(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor | None,
+    beta: Tensor,
     state: Tensor,
     spans: Spans,
     out: Tensor,
+    *,
+    is_delta: bool,
 ) -> None:
     """Compute `models.recurrent.scan_state`."""
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
-    assert all(x.is_contiguous() for x in (q, k, v, decay, state, out))
-    assert beta is None or beta.is_contiguous()
+    assert all(x.is_contiguous() for x in (q, k, v, decay, beta, state, out))
     _scan[len(spans.table), heads, triton.cdiv(value_dim, VALUES)](
         q,
         k,
@@ -36,6 +37,7 @@ def scan_state(
         state,
         spans.table,
         out,
+        IS_DELTA=is_delta,
         HEADS=heads,
         SHARED=heads // key_heads,
         KEY_DIM=key_dim,
@@ -57,6 +59,7 @@ def _scan(
     state,
     spans,
     out,
+    IS_DELTA: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -83,8 +86,9 @@ def _scan(
         query = tl.load(q + key_row, mask=is_key, other=0.0).to(tl.float32)[:, None]
         delta = tl.load(v + row * VALUE_DIM + values, mask=is_value, other=0.0).to(tl.float32)
         s *= tl.exp2(tl.load(decay + row) * LOG2_E)
-        if beta is not None:
-            delta = (delta - tl.sum(s * key, axis=0)) * tl.load(beta + row)
+        if IS_DELTA:
+            delta -= tl.sum(s * key, axis=0)
+        delta *= tl.load(beta + row)
         s += key * delta[None, :]
         result = tl.sum(s * query, axis=0)
         tl.store(out + row * VALUE_DIM + values, result.to(dtype), mask=is_value)

@@ -113,8 +113,8 @@ struct Bf16Kernels {
 };
 
 // Elementwise functions, in the order of RowOp.
-enum class Unary { kSilu, kSigmoid, kTanh, kRelu, kGelu, kGeluTanh };
-constexpr int kUnaries = static_cast<int>(Unary::kGeluTanh) + 1;
+enum class Unary { kSilu, kSigmoid, kTanh, kRelu, kGelu, kGeluTanh, kSoftplus };
+constexpr int kUnaries = static_cast<int>(Unary::kSoftplus) + 1;
 enum class Binary { kAdd, kSubtract, kTimes };
 constexpr int kBinaries = static_cast<int>(Binary::kTimes) + 1;
 
@@ -152,12 +152,13 @@ struct DenseKernels {
 
 // Some tokens of a head in `scan_state`, all fp32; see recurrent.h.
 struct ScanTask {
-  const float* q;      // [tokens, key_dim]
-  const float* k;      // [tokens, key_dim]
-  float* v;            // [tokens, value_dim], replaced by the output
-  const float* decay;  // [tokens], as a factor
-  const float* beta;   // [tokens]; may be null
-  float* state;        // [key_dim, value_dim]
+  const float* q;       // [tokens, key_dim]
+  const float* k;       // [tokens, key_dim]
+  float* v;             // [tokens, value_dim], replaced by the output
+  const float* decay;   // [tokens], as a factor
+  const float* beta;    // [tokens]; null: without the delta rule
+  const float* before;  // [key_dim, value_dim], the state before the tokens
+  float* state;         // the same after them; may be `before`
   int tokens;
   int key_dim;
   int value_dim;

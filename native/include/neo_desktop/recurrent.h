@@ -22,7 +22,7 @@ namespace neo_desktop {
 // With S the state of a head, [key_dim, value_dim], each token computes:
 //
 //     S = exp(decay) * S
-//     d = beta * (v - S^T k)      or v, if there is no beta
+//     d = beta * (v - S^T k)      or beta * v without the delta rule
 //     S = S + k d^T
 //     out = S^T q
 //
@@ -30,7 +30,7 @@ namespace neo_desktop {
 // heads] fp32; heads is a multiple of key_heads, and neighbouring heads share a key. state is [slots, heads,
 // key_dim, value_dim].
 void scan_state(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& decay,
-                const std::optional<TensorView>& beta, const TensorView& state, const TensorView& spans,
+                const TensorView& beta, bool is_delta, const TensorView& state, const TensorView& spans,
                 const TensorView& out, int num_threads, Isa isa);
 
 // out = the sum over i of weight[i] * x of i - width + 1 tokens later, + bias; then silu, if asked. x and out

@@ -33,6 +33,7 @@ enum class RowOp {
   kRelu,
   kGelu,
   kGeluTanh,  // tanh approximation of GELU
+  kSoftplus,
 };
 
 // Columns of a buffer: group g starts at first + g * stride.

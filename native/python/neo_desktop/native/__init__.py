@@ -57,6 +57,7 @@ from neo_desktop.native.packed import (
     packed_linear,
     unpack_quantised,
 )
+from neo_desktop.native.recording import Recording, recorded
 from neo_desktop.native.recurrent import (
     scan_state,
     short_convolution,
@@ -75,6 +76,7 @@ __all__ = [
     "Columns",
     "Matrix",
     "PackedExperts",
+    "Recording",
     "RowProgram",
     "Step",
     "View",
@@ -102,6 +104,7 @@ __all__ = [
     "prompt_attention",
     "read_bandwidth",
     "read_seconds",
+    "recorded",
     "rope",
     "scan_state",
     "set_default_num_threads",

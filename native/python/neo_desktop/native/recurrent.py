@@ -11,17 +11,18 @@ def scan_state(
     k: torch.Tensor,
     v: torch.Tensor,
     decay: torch.Tensor,
-    beta: torch.Tensor | None,
+    beta: torch.Tensor,
     state: torch.Tensor,
     spans: torch.Tensor,
     out: torch.Tensor,
     num_threads: int = 0,
     *,
+    is_delta: bool,
     isa: str | None = None,
 ) -> None:
-    """Pass tokens through the states of heads: Gated DeltaNet, or Mamba-2 if there is no `beta`.
+    """Pass tokens through the states of heads: Gated DeltaNet, or Mamba-2 without the delta rule.
 
-    With S the state of a head, for each token: S = exp(decay) * S; d = beta * (v - S^T k), or v without beta;
+    With S the state of a head, for each token: S = exp(decay) * S; d = beta * (v - S^T k), or beta * v;
     S = S + k d^T; out = S^T q. Computes in fp32. (arXiv:2412.06464, arXiv:2405.21060.)
 
     Args:
@@ -46,7 +47,8 @@ def scan_state(
         view_of("k", k),
         view_of("v", v),
         view_of("decay", decay),
-        None if beta is None else view_of("beta", beta),
+        view_of("beta", beta),
+        is_delta,
         view_of("state", state),
         view_of("spans", spans),
         view_of("out", out),

@@ -12,7 +12,7 @@ from neo_desktop.native.packed import Matrix, seen_matrix
 
 ROW_OPS = (
     "multiply", "add_rms_norm", "rms_norm", "layer_norm", "silu_mul", "rope", "copy", "add", "subtract",
-    "times", "add_number", "times_number", "silu", "sigmoid", "tanh", "relu", "gelu", "gelu_tanh",
+    "times", "add_number", "times_number", "silu", "sigmoid", "tanh", "relu", "gelu", "gelu_tanh", "softplus",
 )  # fmt: skip
 """Operations of a step, in the order of `RowOp`."""
 
