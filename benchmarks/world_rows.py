@@ -44,8 +44,6 @@ BITS: dict[str, tuple[float, float, float]] = {
     **dict.fromkeys(("IQ3_S", "IQ3_XXS", "IQ2_XXS", "Q2_K_XL"), (3.0, 3.0, 5.5)),
 }
 EXPERT_BITS = {"MXFP4": 4.25, "MXFP4, Q4_K_M": 4.25}
-# llama.cpp keeps a latent once; the engine keeps it as key and as value.
-KV_SHARE = {"glm-4.7-flash": 0.5}
 CONTEXT_BYTES = 1.2e9  # of the driver's context and the compute buffers
 USUAL_MARGIN_GIB = 1.0  # what `--fit on` leaves free
 
@@ -169,7 +167,6 @@ def reads(row: Row) -> Reads:
     depth = config.num_layers_in_all
     mixtures = 0 if config.experts is None else len(config.experts.layers)
     kv_token = config.kv_bytes_per_token(config.dtype) * (row["kv"] or 16) / 16
-    kv_token *= KV_SHARE.get(row["model"], 1.0)
     kv = kv_token * attended(config, row["context"])
     states = 2 * config.state_bytes
     room = 0.0

@@ -337,4 +337,5 @@ def key_of(model: LoadedModel) -> Key:
         "linear": sorted({linear.form for linear in decoder.linears()}),
         "quantised": fallbacks.level("quantised") if decoder.device.type == "cuda" else None,  # its rounding
         "block_size": BLOCK_SIZE,
+        "kv_parts": decoder.config.kv_parts,
     }

@@ -26,6 +26,15 @@ class AttentionConfig(Protocol):
     def layer_windows(self) -> tuple[int | None, ...]: ...
 
 
+def heads_of(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as views.
+
+    Args:
+        qkv: [..., heads + kv_parts * kv_heads, head_dim]; with one part, the keys are also the values.
+    """
+    return qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :], qkv[..., -kv_heads:, :]
+
+
 def specs_of(config: AttentionConfig, sinks: Sequence[Tensor | None] | None) -> list[AttentionSpec]:
     """Return the specs of a model's layers; sinks: per layer, [heads]."""
     sinks = sinks or [None] * len(config.layer_windows)

@@ -129,6 +129,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
     attention_sinks: bool = False  # a learned score per head, of a key without value
     attention_softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+    kv_parts: int = 2  # of a token's KV: keys and values, or 1: keys whose first numbers are the values
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -229,8 +230,8 @@ class ModelConfig:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused query, key and value matrix: (heads + 2 * kv_heads) * head_dim."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the fused query, key and value matrix: (heads + kv_parts * kv_heads) * head_dim."""
+        return (self.num_heads + self.kv_parts * self.num_kv_heads) * self.head_dim
 
     @property
     def matrices(self) -> dict[str, Matrix]:
@@ -301,7 +302,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.kv_parts * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def check_heads(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
-from neo_desktop.models.attention import specs_of
+from neo_desktop.models.attention import heads_of, specs_of
 from neo_desktop.models.decoder import TURN, Decoder, GatedMLP
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.moe import MoE, moe_layers
@@ -179,15 +179,15 @@ class Stages:
         The heads of one token are contiguous, the tokens strided.
         """
         config = self.config
-        heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
-        end = config.num_heads + config.num_kv_heads
-        return heads[:, : config.num_heads], heads[:, config.num_heads : end], heads[:, end:]
+        qkv = state.qkv.view(len(state.qkv), -1, config.head_dim)
+        return heads_of(qkv, config.num_heads, config.num_kv_heads)
 
     def keys_values(self, state: State) -> Tensor:
-        """Return keys and values [2, rows, kv_heads, head_dim], as a view."""
+        """Return keys and values [kv_parts, rows, kv_heads, head_dim], as a view."""
         config = self.config
         heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
-        return torch.unflatten(heads[:, config.num_heads :], 1, (2, config.num_kv_heads)).transpose(0, 1)
+        parts = torch.unflatten(heads[:, config.num_heads :], 1, (config.kv_parts, config.num_kv_heads))
+        return parts.transpose(0, 1)
 
     def final_norm(self, state: State, out: Tensor) -> None:
         """Write the input of the head, which is also a text's embedding, to `out` [rows, hidden]."""

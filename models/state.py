@@ -61,7 +61,7 @@ class State:
 
     residual: Tensor  # [rows, hidden]
     x: Tensor  # [rows, hidden]
-    qkv: Tensor  # [rows, (heads + 2 * kv_heads) * head_dim]
+    qkv: Tensor  # [rows, (heads + kv_parts * kv_heads) * head_dim]
     attention: Tensor  # [rows, heads, head_dim]: output of the attention
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor

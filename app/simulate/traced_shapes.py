@@ -26,6 +26,7 @@ def _shape(
     tied: bool = False,
     max_context_tokens: int = 262_144,
     windows: tuple[int | None, ...] | None = None,
+    kv_parts: int = 2,
 ) -> ModelConfig:
     """Return a shape.
 
@@ -68,6 +69,7 @@ def _shape(
         depth=depth,
         table=tuple(table.items()),
         state_shapes=states,
+        kv_parts=kv_parts,
     )
 
 
@@ -164,7 +166,7 @@ TRACED_SHAPES: dict[str, ModelConfig] = {
         has_gates=False,
         states=((3, 64 * 64 + 2 * 8 * 128), (64, 64, 128)) * 23,
     ),
-    # KV rows are latents: one head of 512 + 64.
+    # KV rows are latents: one head of 512 + 64, whose keys contain the values.
     "glm-4.7-flash": _shape(
         "Glm4MoeLiteForCausalLM",
         154_880,
@@ -183,5 +185,6 @@ TRACED_SHAPES: dict[str, ModelConfig] = {
         },
         (46, 64, 4, 1536),
         max_context_tokens=202_752,
+        kv_parts=1,
     ),
 }

@@ -87,9 +87,7 @@ class ProgramBuilder:
         self._storage = storage
         self._workspace = workspace
         config = self._model.config
-        self._transfers = TransferMemory(
-            config.num_layers, (config.num_kv_heads, config.head_dim), self._model.dtype, self._model.device
-        )
+        self._transfers = TransferMemory(config, self._model.dtype, self._model.device)
         streamed = streamed_pool(storage)
         self._swaps: PrefetchBuffers | None = None  # None: no tier is streamed
         if streamed is not None:

@@ -88,8 +88,8 @@ class DecodeOffload:
 
     def _buffers(self, rows: int) -> OffloadBuffers:
         config, dtype, device = self._model.config, self._model.dtype, self._model.device
-        heads, head_dim = config.num_heads, config.head_dim
-        qkv, out = (rows, heads + 2 * config.num_kv_heads, head_dim), (rows, heads, head_dim)
+        head_dim = config.head_dim
+        qkv, out = (rows, config.qkv_rows // head_dim, head_dim), (rows, config.num_heads, head_dim)
         return OffloadBuffers(
             host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device),
             host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device),

@@ -25,6 +25,7 @@ from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.remote.pool import RemoteLayer
 from neo_desktop.engine.watchdog import Watchdog
+from neo_desktop.models.attention import heads_of
 from neo_desktop.native.relay import Relay, RelayStalledError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class OffloadBuffers:
     The buffers of async decodes have a leading dimension of layers.
     """
 
-    qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
+    qkv: Tensor  # [decodes, heads + kv_parts * kv_heads, head_dim]
     out: Tensor  # [decodes, heads, head_dim]
     flags: Tensor  # see `native.relay.empty_flags`
 
@@ -90,8 +91,7 @@ class HostAttention:
         pool, index, flags = self._pool, self._index, self._buffers.flags
         count, is_async = context_lens.shape[-1], bool(self._layers)
         out = self._buffers.out[..., :count, :, :]
-        heads, kv_heads = out.shape[-2], pool.row_shape[0]
-        q, k, v = torch.split(self._buffers.qkv[..., :count, :, :], [heads, kv_heads, kv_heads], dim=-2)
+        q, k, v = heads_of(self._buffers.qkv[..., :count, :, :], out.shape[-2], pool.config.num_kv_heads)
         prefix = "async " if is_async else ""
         if pool.worker is None:
             task = pool.host_caches.decode_task(q, k, v, out, block_tables, context_lens, flags, index)

@@ -38,7 +38,7 @@ class ImageSpans:
 
         Args:
             q: [rows, heads, head_dim] of the chunk; `out` has the same shape.
-            context: K and V [2, start + rows, kv_heads, head_dim].
+            context: K and V [kv_parts, start + rows, kv_heads, head_dim].
             start: position of the first row.
         """
         window = spec.window
@@ -51,7 +51,7 @@ class ImageSpans:
                 begin = max(first + 1 - window, 0)
                 positions = torch.arange(first, last, device=q.device).unsqueeze(1)
                 mask = torch.arange(begin, last, device=q.device) > positions - window
-            heads = by_kv_head(q[rows], context[0, begin:last], context[1, begin:last])
+            heads = by_kv_head(q[rows], context[0, begin:last], context[-1, begin:last])
             attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=spec.scale)
             out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 

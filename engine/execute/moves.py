@@ -101,7 +101,7 @@ def _directly(
     """Move rows between tiers that the GPU reads and writes, without the CPU."""
 
     def copy() -> None:
-        rows = torch.empty(2, num_rows, *source.row_shape, dtype=source.dtype, device=source.device)
+        rows = torch.empty(source.rows_shape(num_rows), dtype=source.dtype, device=source.device)
         old.read(layer, rows)
         new.write(layer, rows.to(target.device, non_blocking=True))
 

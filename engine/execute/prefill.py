@@ -96,7 +96,7 @@ class PrefillGroup:
         """Concatenate K and V of the contexts.
 
         Args:
-            kv: [2, tokens, kv_heads, head_dim] of the sub-batch.
+            kv: [kv_parts, tokens, kv_heads, head_dim] of the sub-batch.
             earlier: For each chunk, the rows of the tokens before it; None if it has no earlier tokens.
         """
         if not self.has_earlier:
@@ -119,7 +119,7 @@ class PrefillGroup:
 
         Args:
             q: [tokens, heads, head_dim] of the sub-batch; `out` has the same shape.
-            contexts: K and V [2, contexts, kv_heads, head_dim].
+            contexts: K and V [kv_parts, contexts, kv_heads, head_dim].
 
         Raises:
             RuntimeError: No kernel works, or the GPU failed or ran out of memory.
@@ -157,11 +157,12 @@ class PrefillGroup:
     ) -> None:
         """Attend with a kernel; only MATH and NATIVE support a softcap."""
         context_lens, sinks = [chunk.context_len for chunk in self.chunks], spec.sinks
+        keys, values = contexts[0], contexts[-1]
         if kernel is PrefillKernel.NATIVE:
             native.prompt_attention(
                 q[self.rows],
-                contexts[0],
-                contexts[1],
+                keys,
+                values,
                 self.ends,
                 spec.scale,
                 out[self.rows],
@@ -172,12 +173,11 @@ class PrefillGroup:
             return
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
-            attended, lse = flash(
-                q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), spec
-            )
+            attended, lse = flash(q[self.rows], keys, values, self.ends, queries, max(context_lens), spec)
             out[self.rows] = attended if sinks is None else with_sinks(attended, lse.t(), sinks)
             return
-        for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
+        pieces = torch.split(keys, context_lens), torch.split(values, context_lens)
+        for chunk, k, v in zip(self.chunks, *pieces, strict=True):
             if kernel is PrefillKernel.MATH:
                 out[chunk.rows] = by_products(q[chunk.rows], k, v, spec)
             elif kernel is PrefillKernel.EFFICIENT:

@@ -56,7 +56,7 @@ class Prompts(Attender):
         """Start to store the chunks' K and V in the tier; return the signals that attention waits for.
 
         Args:
-            new: [2, tokens, kv_heads, head_dim] of the chunks, complete after the signal `made`.
+            new: [kv_parts, tokens, kv_heads, head_dim] of the chunks, complete after the signal `made`.
         """
         return ()
 
@@ -71,7 +71,7 @@ class Prompts(Attender):
         """Yield K and V of the contexts, group by group.
 
         Args:
-            kv: [2, tokens, kv_heads, head_dim] of the sub-batch.
+            kv: [kv_parts, tokens, kv_heads, head_dim] of the sub-batch.
         """
 
 
@@ -80,14 +80,14 @@ class DevicePrompts(Prompts):
 
     def _compute(self, layer: int, kv: Rows) -> None:
         if not self._pool.fused_kv_append:
-            self._pool.layer(layer).write(kv[0, self._rows], kv[1, self._rows], self._slots)
+            self._pool.layer(layer).write(kv[0, self._rows], kv[-1, self._rows], self._slots)
         super()._compute(layer, kv)
 
     def _contexts(self, layer: int, kv: Rows) -> Iterator[Rows]:
         for group in self._groups:
             contexts = kv[:, group.rows]
             if group.has_earlier:
-                contexts = kv.new_empty(2, len(group.slots), *kv.shape[2:])
+                contexts = kv.new_empty(self._pool.rows_shape(len(group.slots)))
                 self._pool.layer(layer).read(group.slots, contexts)
             yield contexts
 
@@ -115,7 +115,7 @@ class HostPrompts(Prompts):
         if self._ends[-1]:
             self._back = make.transfer(FETCH, pool, torch.cat(earlier), to_host=False, index=index)
             # A layer's attention reads one buffer while the other is filled for the next layer.
-            shape, of_k = (2, self._ends[-1], *pool.row_shape), memory.state.qkv
+            shape, of_k = pool.rows_shape(self._ends[-1]), memory.state.qkv
             self._earlier = [of_k.new_empty(shape) for _ in range(NUM_BUFFERS)]
         self.fetches = self._back is not None
         self.tasks = [each.task for each in (self._back, self._there) if each is not None]

@@ -12,6 +12,7 @@ many new rows, which go to their final slots at once; no attention reads these s
 iteration can be repeated.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,21 +150,18 @@ class PrefetchBuffers:
     def new_rows(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return buffers on the device and in host memory for new rows of a sub-batch's decodes.
 
-        Both are [streamed layers, 2, rows, kv_heads, head_dim]; `rows` includes padding.
+        Both are [streamed layers, kv_parts, rows, kv_heads, head_dim]; `rows` includes padding.
         """
         kept = self._kept[index] if rows <= self._rows else self._memory(rows)
-        numbers, shape = rows * self._numbers_of(1), (2, rows, *self.pool.row_shape)
+        shape = self.pool.rows_shape(rows)
+        numbers = math.prod(shape)
         on_device, on_host = (torch.unflatten(memory[:, :numbers], 1, shape) for memory in kept)
         return on_device, on_host
 
     def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
-        shape = (len(self.pool.streamed_layers), rows * self._numbers_of(1))
+        shape = (len(self.pool.streamed_layers), math.prod(self.pool.rows_shape(rows)))
         on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
-
-    def _numbers_of(self, rows: int) -> int:
-        kv_heads, head_dim = self.pool.row_shape
-        return 2 * rows * kv_heads * head_dim
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import HostBuffer, host_memory
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.layer import KVShape, Rows, rows_shape
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.native.relay import empty_flags
 
@@ -73,16 +73,13 @@ class TransferMemory:
     """Host buffers for the transfers of an iteration, one each; they grow and never shrink.
 
     Args:
-        num_layers: Number of the model's layers.
-        row_shape: (kv_heads, head_dim)
+        config: The model's.
         dtype: The model's type.
         device: The model's device.
     """
 
-    def __init__(
-        self, num_layers: int, row_shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._num_layers, self._row_shape = num_layers, row_shape
+    def __init__(self, config: KVShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
         self._dtype, self._device = dtype, device
         self._memory: list[tuple[HostBuffer, Tensor]] = []
         self._num_taken = 0
@@ -112,11 +109,12 @@ class TransferMemory:
             index: Index of the sub-batch, or NO_SUB_BATCH.
         """
         if self._num_taken == len(self._memory):
-            flags = host_memory(lambda pin: empty_flags(self._num_layers, pinned=pin), self._device)
+            flags = host_memory(lambda pin: empty_flags(self._config.num_layers, pinned=pin), self._device)
             self._memory.append((HostBuffer(self._device), flags))
         memory, flags = self._memory[self._num_taken]
         self._num_taken += 1
-        buffers = memory.view((NUM_BUFFERS, 2, len(slots), *self._row_shape), self._dtype).unbind()
+        shape = NUM_BUFFERS, *rows_shape(self._config, len(slots))
+        buffers = memory.view(shape, self._dtype).unbind()
         if pool.worker is None:
             what = f"{name!r}" if index == NO_SUB_BATCH else f"{name!r} of sub-batch {index}"
             rows = pool.host_caches.rows_task(
@@ -135,6 +133,6 @@ def _move(pool: KVPool, slots: Tensor, buffers: Sequence[Rows], to_host: bool, l
     """Copy a layer's rows between its buffer and the pool."""
     rows, there = buffers[layer % len(buffers)], pool.layer(layer)
     if to_host:
-        there.write(rows[0], rows[1], slots)
+        there.write(rows[0], rows[-1], slots)
     else:
         there.read(slots, rows)

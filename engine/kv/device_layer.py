@@ -18,17 +18,18 @@ from neo_desktop.models.operators import Store
 
 
 class DeviceLayer(KVLayer):
-    """One layer in device memory, K and V [num_blocks, block_size, kv_heads, head_dim] each.
+    """One layer in device memory, K and V [num_blocks, block_size, kv_heads, head_dim] each, or K alone.
 
     `kernels` write, read and attend. Rows have the model's dtype, which is also the memory's.
     """
 
-    __slots__ = ("_k", "_num_sms", "_v")
+    __slots__ = ("_k", "_num_sms", "_parts", "_v")
 
     fused_kv_append = True  # with the rotation
 
     def _bind(self, *parts: Tensor) -> None:
-        self._k, self._v = parts
+        self._parts = parts
+        self._k, self._v = parts[0], parts[-1]
         self._num_sms = num_sms(self.device)
 
     @classmethod
@@ -39,7 +40,7 @@ class DeviceLayer(KVLayer):
         if not dtype.is_floating_point:
             raise ValueError(f"KV in {dtype} is for host memory only")
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        parts = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        parts = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(config.kv_parts))
         sinks = torch.zeros(config.num_heads, device=device) if config.attention_sinks else None
         spec = AttentionSpec(1.0, None, sinks, config.attention_softcap)
         first = cls(tuple(part[0] for part in parts), block_size, spec)
@@ -50,9 +51,9 @@ class DeviceLayer(KVLayer):
         """Launch every kernel variant on empty input, to compile it."""
         kv_heads, head_dim = self._k.shape[2:]
         q = self._k.new_empty(1, num_heads, head_dim)
-        rows = self._k.new_empty(2, 1, kv_heads, head_dim)
+        rows = self._k.new_empty(len(self._parts), 1, kv_heads, head_dim)
         no_slot = torch.full((1,), -1, device=self.device)
-        self.write(rows[0], rows[1], no_slot)
+        self.write(rows[0], rows[-1], no_slot)
         self.read(no_slot, rows)
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         for splits in (1, 2):  # without merging and with it
@@ -64,10 +65,10 @@ class DeviceLayer(KVLayer):
         write_rows(k, v, self._k, self._v, slots)
 
     def read(self, slots: Tensor, out: Rows) -> None:
-        read_rows(out[0], out[1], self._k, self._v, slots)
+        read_rows(out[0], out[-1], self._k, self._v, slots)
 
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
-        for rows, cache in ((k, self._k), (v, self._v)):
+        for rows, cache in zip((k, v), self._parts, strict=False):
             cache.flatten(0, 1)[first : first + len(rows)].copy_(rows, non_blocking=True)
 
     def store(self, slots: Tensor) -> Store:

@@ -67,7 +67,7 @@ class _Rows:
 
     def __init__(self, pool: KVPool, slots: Tensor) -> None:
         self._rows = pool.rows_at(slots)
-        self._here = torch.empty(2, len(slots), *pool.row_shape, dtype=pool.dtype)
+        self._here = torch.empty(pool.rows_shape(len(slots)), dtype=pool.dtype)
         self._there = self._here.to(pool.device)  # the same tensor if that is the CPU
         self.parts: Sequence[Tensor] = self._here.unbind()
 
@@ -85,10 +85,7 @@ class _Stored:
 
     def __init__(self, pool: KVPool, slots: Tensor) -> None:
         self._pool, self._slots = pool, slots
-        heads, dim = pool.row_shape
-        rows = len(slots), heads
-        keys, values = (torch.empty(*rows, *shape, dtype=torch.int8) for shape in ((dim // 2, 2), (dim,)))
-        self.parts: Sequence[Tensor] = keys, values, torch.empty(rows), torch.empty(rows)
+        self.parts = self._layer(0).empty_parts(len(slots))
 
     def _layer(self, index: int) -> HostLayer:
         layer = self._pool.layer(index)

@@ -15,6 +15,7 @@ from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.native.relay import LayerCache
 
 _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this OS has none
+_SCALE_DIMS = 3  # dimensions of a layer's scales
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this number
 
 
@@ -25,51 +26,56 @@ class HostLayer(KVLayer):
     owns the whole run, which `BlockPool` arranges, the kernel reads it nearly at memory speed.
 
         K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions, all tokens side by
-                  side; V's layout if block_size is no multiple of 16
+                  side; V's layout if K is also V, or block_size is no multiple of 16
         V         [pages, kv_heads, page_tokens, head_dim]; per head and page, the values follow the keys
                   in memory, so that the kernel reads long pieces
         K scales  [pages, kv_heads, page_tokens] fp32, for int8 only: a row is its elements times its scale
         V scales  same as K scales
     """
 
-    __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
+    __slots__ = ("_k", "_k_scale", "_parts", "_v", "_v_scale")
 
     def _bind(self, *parts: Tensor) -> None:
-        k, self._v, *scales = parts
-        in_pairs = k.dim() > self._v.dim()
+        scales = [part for part in parts if part.dim() == _SCALE_DIMS]
+        k, *others = parts[: len(parts) - len(scales)]
+        in_pairs = k.dim() > _SCALE_DIMS + 1
         self._k = k.transpose(-3, -2) if in_pairs else k  # the kernels' order: tokens before pairs
+        self._v = others[0] if others else self._k
+        self._parts = [self._k, *others, *scales]
         self._k_scale: Tensor | None
         self._v_scale: Tensor | None
-        self._k_scale, self._v_scale = scales if scales else (None, None)
+        self._k_scale, self._v_scale = (scales[0], scales[-1]) if scales else (None, None)
 
     @classmethod
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         """Allocate K, V and, for int8, the scales, for every layer; the last page may be only partly used."""
-        in_pairs = block_size % PAIRED_TOKENS == 0
-        if dtype is torch.int8 and not in_pairs:
+        is_whole = block_size % PAIRED_TOKENS == 0
+        if dtype is torch.int8 and not is_whole:
             raise ValueError(
                 f"KV in 8 bits needs blocks of a multiple of {PAIRED_TOKENS} tokens, not of {block_size}"
             )
         page_tokens, dim = BLOCKS_PER_RUN * block_size, config.head_dim
         pages = (config.num_layers, -(-num_blocks // BLOCKS_PER_RUN), config.num_kv_heads)
-        memory = empty_aligned((*pages, 2, page_tokens * dim), dtype)
+        memory = empty_aligned((*pages, config.kv_parts, page_tokens * dim), dtype)
         tensors = [memory]
         if dtype is torch.int8:
-            tensors += [empty_aligned((*pages, page_tokens), torch.float32) for _ in range(2)]
+            tensors += [empty_aligned((*pages, page_tokens), torch.float32) for _ in range(config.kv_parts)]
         for tensor in tensors:
             # Each scattered 4 KiB page would cost a TLB miss, and threads on every NUMA node read all pages.
             # Before the first write, both calls are free.
             ask_for_huge_pages(tensor)
             native.interleave_numa_nodes(tensor)
-        k, v = memory.unbind(-2)
+        k, *others = memory.unbind(-2)
+        in_pairs = is_whole and bool(others)
         keys = (dim // 2, page_tokens, 2) if in_pairs else (page_tokens, dim)
-        return k.view(*pages, *keys), v.view(*pages, page_tokens, dim), *tensors[1:]
+        values = (v.view(*pages, page_tokens, dim) for v in others)
+        return k.view(*pages, *keys), *values, *tensors[1:]
 
     @classmethod
     def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
-        k, _, *scales = parts
+        k, scales = parts[0], [part for part in parts if part.dim() == 1 + _SCALE_DIMS]
         _, num_pages, *_ = k.shape
         # K and V of a head are adjacent: a view from K's first element covers both.
         both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
@@ -87,10 +93,15 @@ class HostLayer(KVLayer):
 
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots to `out`, converted to its dtype."""
-        native.paged_kv_read(self._k, self._v, slots, *out, k_scale=self._k_scale, v_scale=self._v_scale)
+        k, v = out[0], out[-1]
+        native.paged_kv_read(self._k, self._v, slots, k, v, k_scale=self._k_scale, v_scale=self._v_scale)
+
+    def empty_parts(self, count: int) -> list[Tensor]:
+        """Return memory for `load_exactly` of `count` rows."""
+        return [part.new_empty(count, part.shape[1], *part.shape[3:]) for part in self._parts]
 
     def load_exactly(self, slots: Tensor, out: Sequence[Tensor]) -> None:
-        """Copy K, V and their scales at slots to `out` without conversion, each [tokens, kv_heads, ...]."""
+        """Copy K, V and their scales at slots to `out` without conversion, see `empty_parts`."""
         page, row = self._positions(slots)
         for part, values in zip(self._parts, out, strict=True):
             values.copy_(part[page, :, row])
@@ -100,11 +111,6 @@ class HostLayer(KVLayer):
         page, row = self._positions(slots)
         for part, values in zip(self._parts, parts, strict=True):
             part[page, :, row] = values
-
-    @property
-    def _parts(self) -> list[Tensor]:
-        every = self._k, self._v, self._k_scale, self._v_scale
-        return [part for part in every if part is not None]
 
     def _positions(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         page_tokens = BLOCKS_PER_RUN * self.block_size

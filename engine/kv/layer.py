@@ -10,7 +10,8 @@ from torch import Tensor
 from neo_desktop.models.attention import AttentionConfig, AttentionSpec
 from neo_desktop.models.operators import Store
 
-# K and V in one tensor, [2, tokens, kv_heads, head_dim], in the model's layout: the form for transfers.
+# K and V in one tensor, [kv_parts, tokens, kv_heads, head_dim], in the model's layout: the form for
+# transfers. V is the last part: with one part K, of which the model uses the first numbers as values.
 Rows = Tensor
 
 
@@ -25,6 +26,8 @@ class KVShape(AttentionConfig, Protocol):
     def num_heads(self) -> int: ...  # of queries
     @property
     def head_dim(self) -> int: ...
+    @property
+    def kv_parts(self) -> int: ...  # see `ModelConfig`
     @property
     def attention_sinks(self) -> bool: ...  # see `AttentionSpec`
 
@@ -127,7 +130,13 @@ def slots_of(blocks: Tensor, block_size: int) -> Tensor:
     return (blocks.unsqueeze(1) * block_size + torch.arange(block_size, device=blocks.device)).flatten()
 
 
+def rows_shape(config: KVShape, count: int) -> tuple[int, int, int, int]:
+    """Return the shape of `Rows` of `count` tokens."""
+    return config.kv_parts, count, config.num_kv_heads, config.head_dim
+
+
 def block_bytes(config: KVShape, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of K and V per block and layer, in any kind of memory; int8 includes the scales."""
     scale_bytes = torch.float32.itemsize if dtype is torch.int8 else 0
-    return 2 * block_size * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)
+    rows = config.kv_parts * block_size * config.num_kv_heads
+    return rows * (config.head_dim * dtype.itemsize + scale_bytes)

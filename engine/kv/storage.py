@@ -12,7 +12,7 @@ from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
+from neo_desktop.engine.kv.layer import KVLayer, Rows, rows_shape, slots_of
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.attention import specs_of
 from neo_desktop.models.config import ModelConfig
@@ -62,7 +62,7 @@ class KVPool:
         memory_of_layers = memory_of_layers or range(config.num_layers)
         in_memory = replace(config, num_layers=max(memory_of_layers) + 1)
         self.parts = self.kind.allocate(in_memory, num_blocks, block_size, dtype, device)
-        self.row_shape = config.num_kv_heads, config.head_dim
+        self.config = config
         specs = specs_of(config, sinks and [each.to(device, torch.float32) for each in sinks])
         self._layers = [
             self.kind(tuple(part[memory] for part in self.parts), block_size, spec)
@@ -83,6 +83,10 @@ class KVPool:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    def rows_shape(self, count: int) -> tuple[int, int, int, int]:
+        """Return the shape of `Rows` of `count` tokens."""
+        return rows_shape(self.config, count)
 
     @property
     def fused_kv_append(self) -> bool:
@@ -127,7 +131,7 @@ class PoolRows:
         self._pool.layer(layer).read(self._slots, out)
 
     def write(self, layer: int, rows: Rows) -> None:
-        self._pool.layer(layer).write(rows[0], rows[1], self._slots)
+        self._pool.layer(layer).write(rows[0], rows[-1], self._slots)
 
 
 @dataclass(frozen=True, slots=True)

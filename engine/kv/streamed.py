@@ -74,14 +74,14 @@ class StreamedPool(KVPool):
             for layer in range(num_layers)
         ]
         super().__init__(config, num_blocks, block_size, dtype, device, kind, sinks, slots)
-        # K and V of the streamed layers, [layers, slots, kv_heads, head_dim] each.
-        row = config.num_kv_heads, config.head_dim
-        shape = 2, len(streamed), num_blocks * block_size, *row
+        # K and V, if they differ, of the streamed layers, [layers, slots, kv_heads, head_dim] each.
+        parts, *rows = self.rows_shape(num_blocks * block_size)
+        shape = parts, len(streamed), *rows
         if device.type == "cuda":
             memory = kv_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         else:
             memory = torch.empty(shape, dtype=dtype)
-        self.homes = memory[0], memory[1]
+        self.homes = memory.unbind()
         self._is_pinned = device.type == "cuda" and fallbacks.level("host_memory") == "pinned"
 
     @property
@@ -102,13 +102,13 @@ class StreamedPool(KVPool):
 
         The runs include small gaps, which take less time than another copy.
         """
-        block_bytes = 2 * self.block_size * math.prod(self.row_shape) * self.dtype.itemsize
+        block_bytes = math.prod(self.rows_shape(self.block_size)) * self.dtype.itemsize
         return [BlockRun(*run) for _, *run in _runs(np.unique(blocks), self.bridged_bytes // block_bytes)]
 
     def bring(self, layer: int, runs: Sequence["BlockRun"]) -> None:
         """Start copies of a streamed layer's runs to its slot of the prefetch buffer."""
         turn, there = self._turns[layer], self.layer(layer)
-        k, v = self.homes
+        k, v = self.homes[0], self.homes[-1]
         for first_block, num_blocks in runs:
             begin, end = (block * self.block_size for block in (first_block, first_block + num_blocks))
             there.fill(k[turn, begin:end], v[turn, begin:end], begin)
@@ -131,7 +131,7 @@ class StreamedPool(KVPool):
 
         Args:
             slots: [tokens] int64 in host memory.
-            rows: [streamed layers, 2, tokens, kv_heads, head_dim] in host memory.
+            rows: [streamed layers, kv_parts, tokens, kv_heads, head_dim] in host memory.
         """
         for index, home in enumerate(self.homes):
             native.store_rows(rows[:, index].flatten(-2), slots, home.flatten(-2))

@@ -35,7 +35,7 @@ SHARE_DIGITS = 1  # of weight shares: a tenth changes little
 SHAPE = (  # the numbers of a `ModelConfig` that decide how long its stages take
     *("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     *("vocab_size", "max_context_tokens", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"),
-    *("attention_sinks", "attention_softcap"),
+    *("attention_sinks", "attention_softcap", "kv_parts"),
 )
 PROFILER_VERSION = 15  # raise it when the measurements or their method change
 

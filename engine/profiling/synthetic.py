@@ -72,7 +72,7 @@ class Region:
         cache.
         """
         num_blocks = _num_blocks(decoder, pool, len(layers))
-        rows = torch.zeros(ROWS_AT_ONCE, *pool.row_shape, dtype=decoder.dtype, device=pool.device)
+        rows = torch.zeros(pool.rows_shape(ROWS_AT_ONCE)[1:], dtype=decoder.dtype, device=pool.device)
         for layer in layers:
             for slots in torch.split(torch.arange(num_blocks * BLOCK_SIZE, device=pool.device), ROWS_AT_ONCE):
                 pool.layer(layer).write(rows[: len(slots)], rows[: len(slots)], slots)

@@ -14,6 +14,7 @@ from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve, Network, Surface
+from neo_desktop.models.attention import heads_of
 from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,11 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     Raises:
         WorkerLostError: the worker does not answer.
     """
-    kv_heads, head_dim = pool.row_shape
+    parts, _, kv_heads, head_dim = pool.rows_shape(0)
     layer = pool.layer(0)
     num_tokens = min(STORED_TOKENS, pool.num_blocks * pool.block_size)
-    rows = torch.randn(2, num_tokens, kv_heads, head_dim, dtype=dtype)
-    layer.write(rows[0], rows[1], torch.arange(num_tokens))
+    rows = torch.randn(pool.rows_shape(num_tokens), dtype=dtype)
+    layer.write(rows[0], rows[-1], torch.arange(num_tokens))
 
     started_s = time.perf_counter()
     rows_ms: list[list[float]] = []
@@ -63,8 +64,8 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
             # The newest tokens are stored, each in its own block.
             tables[:, -1] = torch.arange(requests, dtype=torch.int32)
             lens = torch.full((requests,), context, dtype=torch.int32)
-            qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
-            q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
+            qkv = torch.randn(requests, num_heads + parts * kv_heads, head_dim, dtype=dtype)
+            q, k, v = heads_of(qkv, num_heads, kv_heads)
             decodes = DecodeRows(
                 q, tables, lens, torch.empty(requests, num_heads, head_dim, dtype=dtype), k, v
             )
@@ -101,7 +102,9 @@ def measured_workers(
 ) -> tuple[dict[KVTier, Surface], dict[KVTier, Network]]:
     """Return the attention and network times per worker; absent workers get the times of others."""
     config = decoder.config
-    sent = config.num_heads + 2 * config.num_kv_heads  # heads per row: q, k and v there, the output back
+    sent = (
+        config.num_heads + config.kv_parts * config.num_kv_heads
+    )  # heads per row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
     surfaces: dict[KVTier, Surface] = {}
     absent = []

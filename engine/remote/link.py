@@ -157,14 +157,21 @@ class WorkerLink:
             channel.read_into(channel.answer(Kind.OUTPUT), out)
 
     def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return q, k and v in one array, [requests, heads + 2 * kv_heads, head_dim]."""
+        """Return q, k and v in one array, [requests, heads + kv_parts * kv_heads, head_dim]."""
+        parts = self._parts(k, v)
         heads, kv_heads = q.shape[1], k.shape[1]
-        qkv = self._buffer.view((len(q), heads + 2 * kv_heads, q.shape[2]), q.dtype)
+        qkv = self._buffer.view((len(q), heads + len(parts) * kv_heads, q.shape[2]), q.dtype)
         # With numpy: torch would wake its threads, which is not worth it for a few bytes.
         into = qkv.view(torch.uint8).numpy()
-        for first, part in ((0, q), (heads, k), (heads + kv_heads, v)):
+        first = 0
+        for part in (q, *parts):
             into[:, first : first + part.shape[1]] = part.view(torch.uint8).numpy()
+            first += part.shape[1]
         return qkv
+
+    def _parts(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of KV that the worker stores."""
+        return (k, v) if self._shape is None else (k, v)[: self._shape.kv_parts]
 
     def _table(self, channel: Channel, block_tables: Tensor, context_lens: Tensor) -> int:
         """Return the number of these block tables; send them first if the worker lacks them."""
@@ -183,12 +190,12 @@ class WorkerLink:
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises the errors of `ask`."""
         with self._using(self._rows, self._moving) as channel:
-            payload = (bytes_of(each.contiguous()) for each in (slots, k, v))
+            payload = (bytes_of(each.contiguous()) for each in (slots, *self._parts(k, v)))
             channel.send(Kind.STORE, *payload, layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.STORED))
 
     def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
-        """Read the rows of slots into [2, rows, kv_heads, head_dim]; raises the errors of `ask`."""
+        """Read the rows of slots into [kv_parts, rows, kv_heads, head_dim]; raises the errors of `ask`."""
         with self._using(self._rows, self._moving) as channel:
             channel.send(Kind.READ, bytes_of(slots.contiguous()), layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.ROWS), out)

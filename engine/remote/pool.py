@@ -83,5 +83,5 @@ class RemotePool(KVPool):
         self.dtype = dtype
         self.device = CPU
         self.parts = ()
-        self.row_shape = config.num_kv_heads, config.head_dim
+        self.config = config
         self._layers = [RemoteLayer(link, index, block_size) for index in range(config.num_layers)]

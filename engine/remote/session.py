@@ -13,11 +13,11 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes
+from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, rows_shape
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
-from neo_desktop.models.attention import specs_of
+from neo_desktop.models.attention import heads_of, specs_of
 
 NUM_TABLES = 4  # block tables to keep: two sub-batches each of this and the previous iteration
 NUM_INPUTS = 2  # unanswered messages per connection: the next rows arrive while the worker attends
@@ -157,9 +157,9 @@ class _Desk:
             raise ProtocolError(f"block table {header.table} is not one of {header.rows} requests")
         lens, tables = self._tables[header.table]
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        qkv = inputs.view((header.rows, heads + 2 * kv_heads, shape.head_dim), shape.dtype)
+        qkv = inputs.view((header.rows, heads + shape.kv_parts * kv_heads, shape.head_dim), shape.dtype)
         self._channel.read_into(header, qkv)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+        q, k, v = heads_of(qkv, heads, kv_heads)
 
         def attend() -> None:
             out = self._outputs.view((header.rows, heads, shape.head_dim), shape.dtype)
@@ -173,7 +173,7 @@ class _Desk:
         self._channel.read_into(header, slots, rows)
 
         def store() -> None:
-            self._layers[header.layer].write(rows[0], rows[1], slots)
+            self._layers[header.layer].write(rows[0], rows[-1], slots)
             self._channel.send(Kind.STORED)
 
         return store
@@ -190,7 +190,7 @@ class _Desk:
         return read
 
     def _rows(self, buffer: HostBuffer, count: int) -> Tensor:
-        return buffer.view((2, count, self._shape.num_kv_heads, self._shape.head_dim), self._shape.dtype)
+        return buffer.view(rows_shape(self._shape, count), self._shape.dtype)
 
 
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:

@@ -21,6 +21,7 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_parts: int  # see `ModelConfig`
     attention_scale: float  # see `AttentionSpec`
     layer_windows: tuple[int | None, ...]  # per layer
     attention_sinks: bool
@@ -38,6 +39,7 @@ class AttentionShape:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            config.kv_parts,
             config.attention_scale,
             config.layer_windows,
             config.attention_sinks,
@@ -69,6 +71,7 @@ class AttentionShape:
                 (shape.num_heads, MAX_HEADS),
                 (shape.num_kv_heads, MAX_HEADS),
                 (shape.head_dim, MAX_HEAD_DIM),
+                (shape.kv_parts, 2),
                 (shape.block_size, MAX_BLOCK_SIZE),
                 *((window, 1 << 40) for window in shape.layer_windows if window is not None),
             )

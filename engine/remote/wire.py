@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-VERSION = 5  # of this protocol; both sides must have the same
+VERSION = 6  # of this protocol; both sides must have the same
 MAX_TEXT_BYTES = 1 << 20
 MAX_BYTES = 1 << 31  # per message
 LAST_S = 1.0  # for the peer to close the connection after a FAILED message

@@ -154,12 +154,11 @@ def check_swap(rig: Rig) -> Figures:
         )
         for place in MEASURED_TIERS
     }
-    row_shape = (config.num_kv_heads, config.head_dim)
-    given = torch.randn(2, 8 * BLOCK_SIZE, *row_shape).to(rig.dtype).to(rig.device)
+    given = torch.randn(pools[near].rows_shape(8 * BLOCK_SIZE)).to(rig.dtype).to(rig.device)
     first, other = torch.randperm(16).view(2, -1)
     layer = pools[near].layer(0)
-    layer.write(given[0], given[1], slots_of(first, BLOCK_SIZE).to(rig.device))
-    memory = TransferMemory(1, row_shape, rig.dtype, rig.device)
+    layer.write(given[0], given[-1], slots_of(first, BLOCK_SIZE).to(rig.device))
+    memory = TransferMemory(config, rig.dtype, rig.device)
     copies = [BlockCopy(near, a, far, b) for a, b in zip(first.tolist(), other.tolist(), strict=True)]
     copies += [BlockCopy(far, block, near, block) for block in other.tolist()]
     backend = _backend(rig)

@@ -119,10 +119,8 @@ class Builder:
             results: tuple[Any, ...] = (known[self._cut.normed],)
         else:
             carried = tuple(rows_first(graph, each, known[each]) for each in piece.carried)
-            heads = (
-                () if piece.attends is None else tuple(known[each] for each in _nodes_of(piece.attends)[:3])
-            )
-            results = (*heads, *carried)
+            qkv = () if piece.attends is None else _nodes_of(piece.attends)[: 1 + self._spec.kv_parts]
+            results = (*(known[each] for each in qkv), *carried)
         return self._compiled(graph, results)
 
     def head(self) -> tuple[Code, Linear | None]:

@@ -41,6 +41,7 @@ class AttentionCall:
     sinks: Tensor | None  # [heads]
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
     key: Tensor  # [1, kv_heads, rows, head_dim]
+    values_in_keys: bool  # values are the first numbers of keys
 
 
 @dataclass(slots=True)
@@ -162,6 +163,7 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    values_in_keys: bool = False,
 ) -> Tensor:
     """Record a layer's attention; the arguments are those of torch's function.
 
@@ -179,7 +181,9 @@ def attend(
         raise CannotCutError("it attends to another sequence (cross-attention)")
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
     width = value.shape[3]
-    if width < head_dim:  # padding with zeros appends zeros to the results
+    if values_in_keys:  # the results' other numbers are dropped
+        value = key
+    elif width < head_dim:  # padding with zeros appends zeros to the results
         value = torch.cat((value, torch.zeros_like(key[..., width:])), dim=-1)
     if value.shape[3] != head_dim or value.shape[1] != kv_heads:
         raise CannotCutError("its keys and values are of different sizes")
@@ -189,12 +193,15 @@ def attend(
     if calls.attention and scale != calls.attention[0].scale:  # the kernels have one for all layers
         query = query * (scale / calls.attention[0].scale)
         scale = calls.attention[0].scale
-    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap, key))
+    calls.attention.append(
+        AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap, key, values_in_keys)
+    )
     packing = None if calls.shape is None else Packing(heads, kv_heads, head_dim, calls.shape)
     if packing is None or packing.is_idle:
         out: Tensor = attention(query, key, value, len(calls.attention) - 1)
     else:
-        packed = packing.queries(query), packing.keys(key), packing.keys(value)
+        keys = packing.keys(key)
+        packed = packing.queries(query), keys, keys if values_in_keys else packing.keys(value)
         out = packing.results(attention(*packed, len(calls.attention) - 1))
     return out.transpose(1, 2)[..., :width]
 
@@ -258,6 +265,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
             window=sliding_window,
             sinks=s_aux,
             softcap=softcap,
+            values_in_keys=is_latent,
         )
         if is_latent:
             out = results(module, out)

@@ -156,6 +156,7 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
         attention_sinks=bool(found.sinks),
         attention_softcap=found.softcap,
         experts=_experts(found),
+        kv_parts=found.kv_parts,
         state_shapes=found.states,
         source=source,
         of_model=found,

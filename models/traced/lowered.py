@@ -253,8 +253,9 @@ class _Lowering(RowBuffers):
         if len(results) == 1:
             self.move(of_row(results[0].at), Columns(X))
             return
-        self.move(torch.cat([of_row(each.at) for each in results[:3]]), Columns(QKV))
-        carried = torch.cat([of_row(each.at) for each in results[3:]])
+        first = 1 + self._config.kv_parts
+        self.move(torch.cat([of_row(each.at) for each in results[:first]]), Columns(QKV))
+        carried = torch.cat([of_row(each.at) for each in results[first:]])
         if torch.equal(carried, torch.arange(len(carried))):  # already in place
             return
         if RESIDUAL in columns_of(carried):  # it would be overwritten while it is read

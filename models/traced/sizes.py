@@ -112,6 +112,7 @@ class TracedSpec:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    kv_parts: int = 2  # see `ModelConfig`
     sinks: tuple[str, ...] = ()  # names of parameters, by layer; empty: no sinks
     states: tuple[tuple[int, ...], ...] = ()  # shapes of a request's recurrent states
     moe_layers: tuple[Mixed, ...] = ()

@@ -267,6 +267,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
+        kv_parts=1 if all(call.values_in_keys for call in calls.attention) else 2,
         sinks=tuple(names[id(each)] for each in sinks),
         states=tuple(calls.states),
         moe_layers=moe_layers,

@@ -189,11 +189,11 @@ class TracedStages(Stages):
         if index == len(self._pieces) - 1:
             state.x.copy_(results[0][0])
             return
-        q, k, v, *carried = results
         config = self.config
+        qkv, carried = results[: 1 + config.kv_parts], results[1 + config.kv_parts :]
         heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
         first = 0
-        for each in (q, k, v):
+        for each in qkv:
             heads[:, first : first + each.shape[1]].copy_(each[0].transpose(0, 1))
             first += each.shape[1]
         _keep(carried, state.residual)  # last, because keys may be among the values that were carried here

@@ -9,6 +9,8 @@
 // cost as much as the multiplications if several query heads share a KV head. Two dimensions at a time also
 // suit the dot-product instructions of bf16. V stays in rows.
 //
+// If the keys are also the values, memory has rows alone, and each tile's keys are paired in scratch memory.
+//
 // A step takes a tile of kSegments segments and up to kQueryTile query heads. Segments may be anywhere, but
 // if they are adjacent in a page, as the engine places them, memory is read in longer pieces:
 //
@@ -116,7 +118,8 @@ void attend_pairs(const AttendTask& task) {
   // Half a tile is prefetched one or two halves ahead.
   const int64_t half_bytes = static_cast<int64_t>(kPairTile) * task.head_dim * sizeof(T);
   const bool far = half_bytes < kAheadBytes && task.group >= kMinAheadGroup;
-  const int64_t pair_stride = task.page_tokens * 2;
+  T* const paired = static_cast<T*>(task.paired);
+  const int64_t pair_stride = (paired == nullptr ? task.page_tokens : kPairTile) * 2;
   int current = 0;
   walker.next(tiles[0]);
   while (tiles[current].count > 0) {
@@ -129,15 +132,18 @@ void attend_pairs(const AttendTask& task) {
       const Segments<T>& after = last ? next : now;
       const int head_after = last ? 0 : smaller(head + 1, task.kv_heads - 1);
       PairTile<T> tile{.segments = now,
-                       .k_offset = head * task.k_head_stride,
+                       .k_offset = paired == nullptr ? head * task.k_head_stride : 0,
                        .v_offset = head * task.v_head_stride,
                        .k_scale = task.k_scale + head * task.scale_head_stride,
                        .v_scale = task.v_scale + head * task.scale_head_stride,
                        .pair_stride = pair_stride,
                        .first = now.first,
                        .count = now.count};
-      ReadAhead<T> keys(after.k, head_after * task.k_head_stride, pair_stride, task.head_dim,
-                        after.k_together);
+      const bool from_rows = paired != nullptr;
+      if (from_rows) pair_rows(tile, task.head_dim, paired);
+      ReadAhead<T> keys(
+          from_rows ? after.v : after.k, head_after * (from_rows ? task.v_head_stride : task.k_head_stride),
+          from_rows ? kPiece : pair_stride, task.head_dim, from_rows ? after.v_together : after.k_together);
       ReadAhead<T> values(far ? after.v : now.v, far ? head_after * task.v_head_stride : tile.v_offset,
                           kPiece, task.head_dim, (far ? after : now).v_together);
       ReadAhead<T>& during_scores = far ? keys : values;

@@ -69,13 +69,16 @@ class DecodeCall {
         softcap_(arguments.softcap * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q_.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
-        dot_products_(cache.k_pairs && q_.dtype == DType::kBFloat16 &&
+        takes_pairs_(cache.k_pairs || (cache.shares_rows() && block_tokens % kSegmentTokens == 0)),
+        dot_products_(takes_pairs_ && q_.dtype == DType::kBFloat16 &&
                       kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr &&
                       group_ >= kernels.bf16.min_group[static_cast<int>(cache.dtype)]),
         padded_head_dim_(static_cast<int>(whole_vectors(cache.head_dim))),
-        schedule_(lens(), find_continuing(), q_.size(0), window,
-                  {cache.kv_heads, group_, 2 * cache.head_dim * static_cast<int64_t>(size_of(cache.dtype))},
-                  num_threads, Scratch::own().requests) {}
+        schedule_(
+            lens(), find_continuing(), q_.size(0), window,
+            {cache.kv_heads, group_,
+             (cache.shares_rows() ? 1 : 2) * cache.head_dim * static_cast<int64_t>(size_of(cache.dtype))},
+            num_threads, Scratch::own().requests) {}
 
   void run() {
     if (schedule_.requests().empty()) return;
@@ -85,7 +88,10 @@ class DecodeCall {
     q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
     state_floats_ = rows * 2 * kMaxLanes;
     partial_head_floats_ = whole_vectors(padded_group_ * (padded_head_dim_ + 2));
-    thread_floats_ = whole_pages(q_floats_ + state_floats_ + heads * partial_head_floats_);
+    own_floats_ = q_floats_ + state_floats_ + heads * partial_head_floats_;
+    const bool turns = takes_pairs_ && !cache_.k_pairs;
+    paired_floats_ = turns ? kPairTile * cache_.head_dim * size_of(cache_.dtype) / int64_t{sizeof(float)} : 0;
+    thread_floats_ = whole_pages(own_floats_ + paired_floats_);
     Scratch& scratch = Scratch::own();
     const int threads = schedule_.threads();
     thread_memory_ =
@@ -192,12 +198,13 @@ class DecodeCall {
     task.q = memory;
     task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
     task.state = memory + q_floats_;
+    task.paired = paired_floats_ > 0 ? memory + own_floats_ : nullptr;
     task.max = own.max;
     task.sum = own.sum;
     task.acc = own.acc;
     if (dot_products_) {
       kernels_.bf16.attend[static_cast<int>(cache_.dtype)](task);
-    } else if (cache_.k_pairs) {
+    } else if (takes_pairs_) {
       kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
     } else {
       kernels_.attend_rows[static_cast<int>(cache_.dtype)](task);
@@ -251,7 +258,8 @@ class DecodeCall {
     const int64_t page = slot / cache_.page_tokens;
     const int64_t row = slot % cache_.page_tokens;
     SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, page, row, head, heads);
-    SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, page, row, head, heads);
+    if (!cache_.shares_rows())
+      SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, page, row, head, heads);
   }
 
   void load_queries(const DecodeItem& item, float* q) const {
@@ -318,6 +326,7 @@ class DecodeCall {
   const float softcap_;  // in units of log2; 0: none
   const int group_;
   const int padded_group_;
+  const bool takes_pairs_;
   const bool dot_products_;
   const int padded_head_dim_;
 
@@ -327,6 +336,8 @@ class DecodeCall {
   int64_t q_bf16_floats_ = 0;
   int64_t state_floats_ = 0;
   int64_t partial_head_floats_ = 0;  // per KV head
+  int64_t own_floats_ = 0;           // all of these
+  int64_t paired_floats_ = 0;
   int64_t thread_floats_ = 0;
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;

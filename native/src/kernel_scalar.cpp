@@ -64,7 +64,8 @@ void attend_head(const AttendTask& task, int head) {
     float key[kMaxHeadDim];
     float value[kMaxHeadDim];
     for (int i = 0; i < dim; ++i) {
-      const int64_t at = pairs ? (i / 2 * task.page_tokens + row) * 2 + i % 2 : row * dim + i;
+      const int64_t at =
+          pairs && task.paired == nullptr ? (i / 2 * task.page_tokens + row) * 2 + i % 2 : row * dim + i;
       key[i] = to_float(k[at]) * k_scale;
       value[i] = to_float(v[i]) * v_scale;
     }

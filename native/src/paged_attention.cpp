@@ -18,8 +18,9 @@ int64_t check_block_size(int64_t block_size, const PagedCache& cache) {
     fail("block_size is ", block_size, "; expected a divisor of the ", cache.page_tokens,
          " tokens of the cache's pages");
   }
-  if (cache.k_pairs && block_size % kSegmentTokens != 0) {
-    fail("block_size is ", block_size, "; dimension pairs need a multiple of ", kSegmentTokens);
+  const bool in_rows = !cache.k_pairs && cache.dtype != DType::kInt8;
+  if (!in_rows && block_size % kSegmentTokens != 0) {
+    fail("block_size is ", block_size, "; dimension pairs and int8 need a multiple of ", kSegmentTokens);
   }
   return block_size;
 }

@@ -48,11 +48,13 @@ PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, con
   }
   if (pairs) {
     check_pairs(k_cache);
-    check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt8});
   } else {
     check_packed(k_cache, 2);
-    check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+    const bool shares_rows = k_cache.data == v_cache.data;
+    if (shares_rows && k_cache.strides != v_cache.strides) fail("k_cache and v_cache overlap");
+    if (!shares_rows) check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   }
+  check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt8});
   if (v_cache.size(2) > INT32_MAX) fail("k_cache has pages of ", v_cache.size(2), " tokens: too many");
   check_dtype(v_cache, {k_cache.dtype});
   check_packed(v_cache, 2);

@@ -66,6 +66,7 @@ void KVRows::write(const PagedCache& cache, int num_threads, Isa isa) const {
   const SlotWriter values = SlotWriter::of_values(v, cache, kernels);
   for_each_span(slots, cache, num_threads, [&](const Span& span, int64_t head) {
     for (const SlotWriter* writer : {&keys, &values}) {
+      if (writer == &values && cache.shares_rows()) continue;
       for (int64_t t = 0; t < span.tokens; ++t)
         writer->write(span.first + t, span.page, span.row + t, head, 1);
     }
@@ -78,7 +79,7 @@ void KVRows::read(const PagedCache& cache, int num_threads, Isa isa) const {
   const SlotReader values = SlotReader::of_values(v, cache, kernels);
   for_each_span(slots, cache, num_threads, [&](const Span& span, int64_t head) {
     keys.read(span, head);
-    values.read(span, head);
+    if (v.data != k.data) values.read(span, head);
   });
 }
 

@@ -134,6 +134,59 @@ struct PairTile {
   const T* v(int segment) const { return segments.v[segment] + v_offset; }
 };
 
+// The bits of two dimensions, each of `bytes` bytes.
+template <int bytes>
+struct PairOf;
+template <>
+struct PairOf<1> {
+  using Type = uint16_t;
+};
+template <>
+struct PairOf<2> {
+  using Type = uint32_t;
+};
+template <>
+struct PairOf<4> {
+  using Type = uint64_t;
+};
+
+#if __has_builtin(__builtin_shufflevector)
+#define NEO_DESKTOP_MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define NEO_DESKTOP_MIX(a, b, ...) __builtin_shuffle(a, b, Four{__VA_ARGS__})
+#endif
+
+// Writes a tile's rows as keys in pairs, [head_dim / 2, kPairTile, 2]; its segments past the last token stay
+// as they were. Four tokens of eight dimensions at a time.
+template <class T>
+inline void pair_rows(const PairTile<T>& tile, int head_dim, T* out) {
+  constexpr int kTokens = 4;
+  typedef typename PairOf<sizeof(T)>::Type Four __attribute__((vector_size(kTokens * 2 * sizeof(T))));
+  for (int s = 0; s * kSegmentTokens < tile.count; ++s) {
+    for (int d = 0; d < head_dim; d += 2 * kTokens) {
+      const T* row = tile.v(s) + d;
+      T* to = out + d * kPairTile + s * kPiece;
+      for (int t = 0; t < kSegmentTokens; t += kTokens, row += kTokens * head_dim, to += 2 * kTokens) {
+        Four x[kTokens];
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) __builtin_memcpy(&x[i], row + i * head_dim, sizeof(Four));
+        const Four low[2] = {NEO_DESKTOP_MIX(x[0], x[1], 0, 4, 1, 5),
+                             NEO_DESKTOP_MIX(x[2], x[3], 0, 4, 1, 5)};
+        const Four high[2] = {NEO_DESKTOP_MIX(x[0], x[1], 2, 6, 3, 7),
+                              NEO_DESKTOP_MIX(x[2], x[3], 2, 6, 3, 7)};
+        x[0] = NEO_DESKTOP_MIX(low[0], low[1], 0, 1, 4, 5);
+        x[1] = NEO_DESKTOP_MIX(low[0], low[1], 2, 3, 6, 7);
+        x[2] = NEO_DESKTOP_MIX(high[0], high[1], 0, 1, 4, 5);
+        x[3] = NEO_DESKTOP_MIX(high[0], high[1], 2, 3, 6, 7);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTokens; ++i) __builtin_memcpy(to + i * 2 * kPairTile, &x[i], sizeof(Four));
+      }
+    }
+  }
+}
+
+#undef NEO_DESKTOP_MIX
+
 // Walks a block table from the segment of token `begin` on, tile by tile; the first tile may lack segments.
 template <class T>
 class SegmentWalker {
@@ -151,7 +204,9 @@ class SegmentWalker {
     for (int s = 0; s < kSegments; ++s) {
       if (s * kSegmentTokens < tile.count) {
         const TokenWalker::Place place = tokens_.next();
-        tile.k[s] = static_cast<const T*>(task_.k) + place.page * task_.k_page_stride + place.row * 2;
+        tile.k[s] = task_.paired != nullptr
+                        ? static_cast<const T*>(task_.paired) + s * kPiece
+                        : static_cast<const T*>(task_.k) + place.page * task_.k_page_stride + place.row * 2;
         tile.v[s] =
             static_cast<const T*>(task_.v) + place.page * task_.v_page_stride + place.row * task_.head_dim;
         tile.scale[s] = place.page * task_.scale_page_stride + place.row;

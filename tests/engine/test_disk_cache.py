@@ -204,7 +204,8 @@ def test_another_dtype_or_changed_weights_find_nothing(checkpoints: dict[str, Pa
 
 
 def test_kernels_that_round_differently_share_no_blocks() -> None:
-    decoder = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, linears=list)
+    config = SimpleNamespace(kv_parts=2)
+    decoder = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, linears=list, config=config)
     model: Any = SimpleNamespace(identity="a model", decoder=decoder)
     keys = []
     for level in ("integers", "exact", "torch"):

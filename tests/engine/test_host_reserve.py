@@ -175,7 +175,9 @@ from types import SimpleNamespace
 from neo_desktop.engine.kv.host_layer import HostLayer
 
 dtype = getattr(torch, "{dtype}")
-shape = SimpleNamespace(num_layers=4, num_kv_heads=4, num_heads=4, head_dim=64, attention_sinks=False)
+shape = SimpleNamespace(
+    num_layers=4, num_kv_heads=4, num_heads=4, head_dim=64, attention_sinks=False, kv_parts={kv_parts}
+)
 parts = HostLayer.allocate(shape, 1024, 16, dtype, torch.device("cpu"))
 memory = psutil.Process().memory_info
 num_bytes = sum(part.nbytes for part in parts)
@@ -200,9 +202,11 @@ for part in parts:
 """
 
 
+@pytest.mark.parametrize("kv_parts", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str) -> None:
-    subprocess.run([sys.executable, "-P", "-c", RESIDENT_MEMORY.format(dtype=dtype)], check=True)
+def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str, kv_parts: int) -> None:
+    code = RESIDENT_MEMORY.format(dtype=dtype, kv_parts=kv_parts)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_an_engine_goes_on_when_memory_cannot_be_looked_at() -> None:

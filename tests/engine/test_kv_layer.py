@@ -39,6 +39,7 @@ KINDS = [
     (HostLayer, torch.int8, 48),
 ]
 each_kind = pytest.mark.parametrize(("kind", "dtype", "block_size"), KINDS)
+each_count = pytest.mark.parametrize("kv_parts", [2, 1])
 
 
 def make_pool(
@@ -48,19 +49,20 @@ def make_pool(
     group: int = 2,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    kv_parts: int = 2,
 ) -> KVPool:
-    of_model = {"attention_sinks": sinks is not None, "attention_softcap": softcap}
+    of_model = {"attention_sinks": sinks is not None, "attention_softcap": softcap, "kv_parts": kv_parts}
     config = replace(CONFIG, num_heads=group * KV_HEADS, **of_model)
     each = None if sinks is None else [sinks, sinks + 1]
     return spoiled(KVPool(config, NUM_BLOCKS, block_size, dtype, CPU, kind, each))
 
 
-def some_rows(count: int, dtype: torch.dtype = torch.float32) -> Rows:
-    return torch.randn(2, count, KV_HEADS, HEAD_DIM).to(dtype)
+def some_rows(count: int, dtype: torch.dtype = torch.float32, kv_parts: int = 2) -> Rows:
+    return torch.randn(kv_parts, count, KV_HEADS, HEAD_DIM).to(dtype)
 
 
-def read(layer: KVLayer, slots: Tensor, dtype: torch.dtype) -> Rows:
-    out = some_rows(len(slots), dtype)
+def read(layer: KVLayer, slots: Tensor, dtype: torch.dtype, kv_parts: int = 2) -> Rows:
+    out = some_rows(len(slots), dtype, kv_parts)
     layer.read(slots, out)
     return out
 
@@ -79,21 +81,22 @@ def assert_close(found: Tensor, stored: Tensor, dtype: torch.dtype) -> None:
         assert torch.equal(found, stored)
 
 
+@each_count
 @each_kind
 def test_rows_come_back_as_they_were_written(
-    kind: type[KVLayer], dtype: torch.dtype, block_size: int
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, kv_parts: int
 ) -> None:
     torch.manual_seed(0)
-    pool, rows_dtype = make_pool(kind, dtype, block_size), model_dtype(dtype)
+    pool, rows_dtype = make_pool(kind, dtype, block_size, kv_parts=kv_parts), model_dtype(dtype)
     order = torch.randperm(NUM_BLOCKS * block_size)
     slots, others = order[: 3 * block_size], order[3 * block_size :]
-    rows = some_rows(len(slots), rows_dtype)
-    pool.layer(1).write(*rows, slots)  # type: ignore[call-arg]
+    rows = some_rows(len(slots), rows_dtype, kv_parts)
+    pool.layer(1).write(rows[0], rows[-1], slots)
     again = torch.randperm(len(slots))
-    for found, stored in zip(read(pool.layer(1), slots[again], rows_dtype), rows, strict=True):
+    for found, stored in zip(read(pool.layer(1), slots[again], rows_dtype, kv_parts), rows, strict=True):
         assert_close(found, stored[again], dtype)
     for layer, unwritten in ((1, others), (0, order)):
-        assert all(found.isnan().all() for found in read(pool.layer(layer), unwritten, rows_dtype))
+        assert all(found.isnan().all() for found in read(pool.layer(layer), unwritten, rows_dtype, kv_parts))
 
 
 def test_slots_of_blocks_are_theirs_in_order() -> None:
@@ -101,6 +104,7 @@ def test_slots_of_blocks_are_theirs_in_order() -> None:
     assert slots_of(torch.tensor([], dtype=torch.int64), 3).tolist() == []
 
 
+@each_count
 @pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("at_once", [5, 16, 1000])
 @pytest.mark.parametrize("device_kind", [TorchLayer, HostLayer])
@@ -112,28 +116,30 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     device_kind: type[KVLayer],
     at_once: int,
     to_host: bool,
+    kv_parts: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_moves, "TOKENS_AT_ONCE", at_once)
     torch.manual_seed(1)
     host_dtype = torch.int8 if in_8_bits else dtype
     pools = {
-        KVTier.DEVICE: make_pool(device_kind, dtype, 16),
-        KVTier.HOST: make_pool(HostLayer, host_dtype, 16),
+        KVTier.DEVICE: make_pool(device_kind, dtype, 16, kv_parts=kv_parts),
+        KVTier.HOST: make_pool(HostLayer, host_dtype, 16, kv_parts=kv_parts),
     }
     source, target = (KVTier.DEVICE, KVTier.HOST) if to_host else (KVTier.HOST, KVTier.DEVICE)
     slots = torch.arange(NUM_BLOCKS * 16)
-    rows, zeros = some_rows(len(slots), dtype), torch.zeros(len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
-    pools[source].layer(0).write(*rows, slots)  # type: ignore[call-arg]
+    rows = some_rows(len(slots), dtype, kv_parts)
+    zeros = torch.zeros_like(rows[0])
+    pools[source].layer(0).write(rows[0], rows[-1], slots)
     pools[target].layer(0).write(zeros, zeros, slots)
     moves = [(0, 5), (3, 2), (4, 0)]
     copies = [BlockCopy(source, old, target, new) for old, new in moves]
-    carry_out_copies(CONFIG, dtype, KVStorage(pools), copies)
+    carry_out_copies(replace(CONFIG, kv_parts=kv_parts), dtype, KVStorage(pools), copies)
     old, new = (slots_of(torch.tensor(blocks), 16) for blocks in zip(*moves, strict=True))
-    for found, stored in zip(read(pools[target].layer(0), new, dtype), rows, strict=True):
+    for found, stored in zip(read(pools[target].layer(0), new, dtype, kv_parts), rows, strict=True):
         assert_close(found, stored[old], host_dtype)
     untouched = slots_of(torch.tensor([1, 3, 4]), 16)
-    assert not any(found.any() for found in read(pools[target].layer(0), untouched, dtype))
+    assert not any(found.any() for found in read(pools[target].layer(0), untouched, dtype, kv_parts))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -157,17 +163,18 @@ def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch
         torch.testing.assert_close(scale[0], once[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
+@each_count
 @each_kind
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("group", [2, 4])
 def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
-    kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None, group: int
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None, group: int, kv_parts: int
 ) -> None:
     torch.manual_seed(4)
     rows_dtype = model_dtype(dtype)
     sinks = torch.randn(group * KV_HEADS).to(rows_dtype) if window is None else None
     softcap = 0.8 if group == 4 else None
-    layer = make_pool(kind, dtype, block_size, group, sinks, softcap).layer(0)
+    layer = make_pool(kind, dtype, block_size, group, sinks, softcap, kv_parts).layer(0)
     tables = torch.randperm(NUM_BLOCKS).view(2, -1).int()
     lens = torch.tensor([1, 2 * block_size + 3], dtype=torch.int32)
     contexts = [
@@ -175,7 +182,8 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     ]
     earlier = torch.cat([context[:-1] for context in contexts])
     new = torch.stack([context[-1] for context in contexts])
-    k, v = some_rows(len(earlier) + 2, rows_dtype)
+    rows = some_rows(len(earlier) + 2, rows_dtype, kv_parts)
+    k, v = rows[0], rows[-1]
     layer.write(k[2:], v[2:], earlier)
     q = torch.randn(2, group * KV_HEADS, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
@@ -183,9 +191,9 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     layer.decode(DecodeRows(q, tables, lens, out, k[:2], v[:2], new))
 
     for row, context in enumerate(contexts):
-        keys, values = read(layer, context, rows_dtype)
+        stored = read(layer, context, rows_dtype, kv_parts)
         how = CONFIG.attention_scale, window, sinks, softcap
-        expected = dense(q[row : row + 1], keys, values, *how)
+        expected = dense(q[row : row + 1], stored[0], stored[-1], *how)
         tolerance = 1e-5 if rows_dtype is torch.float32 else 4 * torch.finfo(rows_dtype).eps
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -199,13 +207,17 @@ def test_values_follow_their_keys(block_size: int) -> None:
     assert k[0, 0, 1].data_ptr() - v[0, 0, 0].data_ptr() == page_bytes
 
 
+@each_count
 @each_kind
-def test_bytes_are_those_of_the_memory(kind: type[KVLayer], dtype: torch.dtype, block_size: int) -> None:
+def test_bytes_are_those_of_the_memory(
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, kv_parts: int
+) -> None:
     """Host memory consists of whole pages: 8 blocks instead of 6."""
-    pool = make_pool(kind, dtype, block_size)
+    pool = make_pool(kind, dtype, block_size, kv_parts=kv_parts)
     blocks = 2 * BLOCKS_PER_RUN if kind is HostLayer else NUM_BLOCKS
     taken = sum(part.nbytes for part in pool.parts)
-    assert taken == block_bytes(CONFIG, block_size, dtype) * blocks * CONFIG.num_layers
+    config = replace(CONFIG, kv_parts=kv_parts)
+    assert taken == block_bytes(config, block_size, dtype) * blocks * CONFIG.num_layers
 
 
 def test_memory_is_used_as_fits_its_device() -> None:

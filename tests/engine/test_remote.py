@@ -204,6 +204,7 @@ def test_a_shape_that_cannot_be_is_refused(model: Decoder) -> None:
         "num_heads": 0,
         "num_kv_heads": 3,
         "head_dim": 1 << 40,
+        "kv_parts": 3,
         "block_size": "16",
         "windows": [-1],
         "dtype": "torch.int8",

@@ -28,7 +28,16 @@ PLAIN = Dense(uses_tiles=False)
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "gemma3", "gpt-neox", "stablelm-parallel", "olmoe", "qwen3.5", "falcon-h1"],
+    params=[
+        "llama",
+        "gemma3",
+        "gpt-neox",
+        "stablelm-parallel",
+        "olmoe",
+        "glm4-moe-lite",
+        "qwen3.5",
+        "falcon-h1",
+    ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp(request.param), *KNOWN.get(request.param, (request.param, {})))

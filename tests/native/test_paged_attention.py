@@ -47,6 +47,23 @@ def test_blocks_may_be_parts_of_the_memorys_pages(
     assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
 
 
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("group", [1, 3, 20])
+def test_keys_that_are_also_the_values_have_the_bits_of_keys_in_pairs(
+    isa: str, dtype: torch.dtype, window: int, group: int
+) -> None:
+    shape = {"kv_heads": 2, "group": group, "head_dim": 72, "block_size": 16, "blocks_per_page": 4}
+    case = make_case([1, 17, 65, 1100], dtype=dtype, window=window, **shape)  # type: ignore[arg-type]
+    num_pages, kv_heads, page_tokens, head_dim = case.v_cache.shape
+    keys = native.empty_paired_keys(
+        num_pages, kv_heads=kv_heads, page_tokens=page_tokens, head_dim=head_dim, dtype=dtype
+    )
+    paired = replace(case, k_cache=keys.copy_(case.v_cache.unflatten(-1, (-1, 2))))
+    assert torch.equal(replace(case, k_cache=case.v_cache).run(isa=isa), paired.run(isa=isa))
+
+
 @each_layout
 @each_isa
 def test_where_blocks_lie_does_not_matter(isa: str, paired: bool) -> None:

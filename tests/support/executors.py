@@ -78,9 +78,7 @@ def carry_out_copies(
     config: ModelConfig, dtype: torch.dtype, storage: KVStorage, copies: Sequence[BlockCopy]
 ) -> None:
     """Copy blocks in all layers, without a GPU."""
-    memory = TransferMemory(
-        config.num_layers, (config.num_kv_heads, config.head_dim), dtype, torch.device("cpu")
-    )
+    memory = TransferMemory(config, dtype, torch.device("cpu"))
     moves, lanes = Moves(storage.copy_groups(copies), memory), Lanes.threads(None)
     for layer in range(config.num_layers):
         moves.fetch(lanes, layer)

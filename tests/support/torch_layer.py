@@ -15,21 +15,21 @@ class TorchLayer(KVLayer):
     __slots__ = ("_k", "_v")
 
     def _bind(self, *parts: Tensor) -> None:
-        self._k, self._v = parts
+        self._k, self._v = parts[0], parts[-1]
 
     @classmethod
     def allocate(
         cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(config.kv_parts))
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         self._k.flatten(0, 1)[slots] = k
         self._v.flatten(0, 1)[slots] = v
 
     def read(self, slots: Tensor, out: Rows) -> None:
-        for rows, cache in zip(out, (self._k, self._v), strict=True):
+        for rows, cache in ((out[0], self._k), (out[-1], self._v)):
             rows.copy_(cache.flatten(0, 1)[slots])
 
     def decode(self, rows: DecodeRows) -> None:

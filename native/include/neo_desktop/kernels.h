@@ -36,6 +36,7 @@ struct AttendTask {
   int64_t v_page_stride;
   int64_t k_head_stride;  // elements between one KV head and the next
   int64_t v_head_stride;
+  void* paired;          // scratch [head_dim / 2, kPairTile, 2]: k and v are the same rows; null: they differ
   const float* k_scale;  // int8 only: scale per token, from page 0's first head on
   const float* v_scale;
   int64_t scale_page_stride;

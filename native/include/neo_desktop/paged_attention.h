@@ -48,7 +48,7 @@ struct DecodeArguments {
 
 // Checks and runs.
 //
-//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; for K in pairs see check_cache
+//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; in pairs or shared, see check_cache
 //   k/v_scale      [num_pages, kv_heads, page_tokens] fp32 if the caches are int8, else null
 //
 // num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written.

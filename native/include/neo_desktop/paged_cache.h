@@ -39,13 +39,18 @@ struct PagedCache {
   int64_t scale_page_stride = 0;
   int64_t scale_head_stride = 0;
 
+  // True if the keys, in rows, are also the values. Attention over them is that over pairs, if blocks allow
+  // it.
+  bool shares_rows() const { return !k_pairs && k.data == v.data; }
+
   int64_t num_slots() const { return num_pages * page_tokens; }
 };
 
 // k_cache is [num_pages, kv_heads, page_tokens, head_dim], or, in pairs, [num_pages, kv_heads, page_tokens,
-// head_dim / 2, 2] with the strides that follow from the layout above. The scales are null unless the dtype
-// is int8. Throws std::invalid_argument unless shapes and dtypes agree, strides are supported, head_dim is a
-// multiple of 8 up to 576, and, in pairs, page_tokens is a multiple of 16.
+// head_dim / 2, 2] with the strides that follow from the layout above. Both may be the same tensor, of rows.
+// The scales are null unless the dtype is int8. Throws std::invalid_argument unless shapes and dtypes agree,
+// strides are supported, head_dim is a multiple of 8 up to 576, and, in pairs, page_tokens is a multiple
+// of 16.
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale);
 

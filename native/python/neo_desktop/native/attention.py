@@ -39,7 +39,9 @@ def paged_attention_decode(
             num_pages and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
             multiple of 8 up to 512. `empty_paired_keys()`, [num_pages, kv_heads, page_tokens,
             head_dim / 2, 2], is faster, above all for grouped queries, and may also be int8.
-        v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache.
+        v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache. It may be k_cache, in
+            rows: values are keys. With blocks of a multiple of 16 tokens, that is as fast as pairs, with the
+            same bits, and may also be int8; v and v_scale are then k and k_scale.
         block_tables: [batch, max_blocks] int32; token t is in slot
             block_tables[b, t // block_size] * block_size + t % block_size, and slot s is row
             s % page_tokens of page s // page_tokens. Entries outside a request's context or window are not

@@ -154,10 +154,10 @@ class HostCaches:
         Args:
             what: Name for messages: "a prompt's KV".
             slots: [n] int64, in every layer's cache; distinct if to the host.
-            buffers: Of even and odd layers: [2, n, kv_heads, head_dim], K and V.
+            buffers: Of even and odd layers: [2, n, kv_heads, head_dim], K and V; or K alone, if it is also V.
             is_behind: True: a layer's step follows the next layer's steps of other tasks.
         """
-        even, odd = ((view_of("k", k), view_of("v", v)) for k, v in buffers)
+        even, odd = ((view_of("k", each[0]), view_of("v", each[-1])) for each in buffers)
         seen = view_of("slots", slots), even, odd, view_of("flags", flags)
         task = _native.rows_task(self._native, what, to_host, is_behind, *seen)
         return HostTask(task, flags, (self, slots, buffers))
