@@ -124,7 +124,7 @@ class Builder:
         return self._compiled(graph, results)
 
     def head(self) -> tuple[Code, Linear | None]:
-        """Return the code of the scores from the input of the head, and the matrix if it is a matmul alone."""
+        """Return the code of the scores from the head's input, and the matrix if it is a matmul alone."""
         graph, known = fx.Graph(), dict[fx.Node, Any]()
         known[self._cut.normed] = graph.placeholder("normed")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
