@@ -21,7 +21,7 @@ class CorrectedCostModel(TableCostModel):
     The excess explains iterations that take longer than their stages (`Correction.excess`). It and the
     device's factor are coefficients of a linear model of the measured times. Each is learned in proportion to
     its uncertainty, as in a Kalman filter without covariances: what many iterations have confirmed is not
-    blamed for the rest. An excess that does not occur is forgotten slowly, so that such work is tried again.
+    blamed for the rest. An excess that does not occur is forgotten slowly, so that the work is tried again.
 
     The factor of copies controls the amount of streamed KV. With too much, the device waits; with too little,
     some bus time is wasted. So the factor rises quickly when copies slow down, and falls slowly. The duration
@@ -35,7 +35,7 @@ class CorrectedCostModel(TableCostModel):
     NOISE = 0.1  # standard deviation of an iteration's relative time
     UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
     DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
-    FORGETTING = 1 / 4000  # share of an excess per iteration without such work
+    FORGETTING = 1 / 4000  # share of an excess per iteration without its work
 
     @classmethod
     def of(cls, tables: TableCostModel) -> Self:
@@ -69,7 +69,7 @@ class CorrectedCostModel(TableCostModel):
         """Divide an iteration's error among the device's factor and the kinds of excess.
 
         Args:
-            amounts: time that each of them explains, per unit.
+            amounts: time that each coefficient explains, per unit.
         """
         correction, most = self.correction, [deviation**2 for deviation in self.UNSURE]
         means = correction.means or [0.0] * len(NO_CONTENTS)

@@ -50,7 +50,7 @@ class Correction:
     device: float = 1.0
     host: float = 1.0
     bus: float = 1.0  # for copies of streamed KV
-    excess: Contents = NO_CONTENTS  # time beyond the tables, per ms of each kind of work
+    excess: Contents = NO_CONTENTS  # time beyond the tables, per ms of a kind of work
     means: Sequence[float] = ()  # of the excess; `excess` is a cautious, lower value
     variances: Sequence[float] = ()  # of `device` and `means`; see `CorrectedCostModel`
 

@@ -61,7 +61,7 @@ def silu_mul(
 
 
 def choose_tokens(logits: torch.Tensor, out: torch.Tensor, num_threads: int = 0) -> None:
-    """Write the index of each row's largest number, the first one of equals, to `out`.
+    """Write the index of every row's largest number, the first among equals, to `out`.
 
     Args:
         logits: [n, m], fp32, fp16 or bf16; may be strided in n.
