@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import deque
-from dataclasses import replace
 
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationTiming
 from neo_desktop.engine.cuda.errors import is_lost
@@ -82,13 +81,11 @@ class Iterations:
         self._gained += self._scheduler.update(result)
         num_accepted += self._scheduler.counters.num_accepted
         if result.timing is not None:
-            outside_ms = self._book_time(result.timing)
+            self._book_time(result.timing)
             if self._notes.is_on:
                 self._notes.note(plan, result.timing, num_accepted)
             if self._cost_model is not None:
-                # Planning counts: only iterations of the device alone start ahead of time.
-                whole_ms = result.timing.total_ms + outside_ms
-                self._cost_model.learn(plan.predicted, replace(result.timing, total_ms=whole_ms))
+                self._cost_model.learn(plan.predicted, result.timing)
         if self._disk is not None:
             self._disk.look(len(self._under_way))
 
@@ -211,14 +208,11 @@ class Iterations:
         elif not is_known:  # the limit stays for a while; larger iterations are retried now and then
             logger.warning("the device is short of memory: continuing with smaller iterations (%s)", error)
 
-    def _book_time(self, timing: IterationTiming) -> float:
-        """Return the time between the previous iteration and this one, in ms; 0 after a pause."""
-        now, outside_s = time.perf_counter(), 0.0
+    def _book_time(self, timing: IterationTiming) -> None:
+        now = time.perf_counter()
         if self._last_end_s is not None:
-            outside_s = now - self._last_end_s - timing.total_ms / 1e3
-        self.outside_s += outside_s
+            self.outside_s += now - self._last_end_s - timing.total_ms / 1e3
         self._last_end_s = now
-        return outside_s * 1e3
 
     def close(self) -> None:
         """Close and drop the executor and the KV pools; may be called again."""

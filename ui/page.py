@@ -44,7 +44,7 @@ QUEUE_SLEEP_S = 0.03
 UNUSED_SLEEP_S = 0.25  # while no page is open
 PROGRESS_SLEEP_S = 1.0  # the page reports none
 MAX_EVENTS = 400  # under way at a time: each open page has two
-MAX_STATES = 1000  # pages whose `Look` is kept
+MAX_STATES = 10_000  # pages whose `Look` is kept
 OTHERS_S = 1.0  # how often changes of another process are looked for
 MAX_FILE = "20mb"
 READ_ADDRESS = "(look) => [look, location.search]"

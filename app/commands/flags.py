@@ -10,7 +10,9 @@ import typer
 
 from neo_desktop.engine.options import OPTIONS, Option
 
-_NAMES = re.compile(rf"\b({'|'.join(name for name, option in OPTIONS.items() if option.flag)})\b(?!')")
+_NAMES = re.compile(
+    rf"(?<![\w/.-])({'|'.join(name for name, option in OPTIONS.items() if option.flag)})(?![\w/.'-])"
+)
 WIDEST_CHOICES = 18  # characters: the column of `--help` would cut more
 
 

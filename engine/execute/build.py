@@ -100,7 +100,7 @@ def _stages(model: Decoder, operators: Operators | None, group: Group | None) ->
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
     for tier in storage.tiers:
         if not tier.host_attends:
-            k_caches, v_caches = storage[tier].parts
+            k_caches, v_caches = storage[tier].parts[0], storage[tier].parts[-1]
             return dispatch.programs_per_sm(q, k_caches[0], v_caches[0])
     return 1
 

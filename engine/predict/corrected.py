@@ -32,6 +32,7 @@ class CorrectedCostModel(TableCostModel):
     SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
     LOWEST, HIGHEST = 1 / 16, 16.0  # of a factor
+    SURPRISE = 1.5  # times its prediction: an iteration that must be confirmed by the next one
     NOISE = 0.1  # standard deviation of an iteration's relative time
     UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
     DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
@@ -59,10 +60,17 @@ class CorrectedCostModel(TableCostModel):
         # The wait for copies does not count as device time.
         predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
         stages_ms = predicted_ms - predicted.excess_ms
-        if stages_ms <= 0 or measured_ms <= 0:
+        if stages_ms <= 0 or measured_ms <= 0 or not math.isfinite(measured_ms):
             return
         is_device_bound = host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5)
         amounts = stages_ms / correction.device if is_device_bound else 0.0, *predicted.contents
+        # A page fault or another program slows one iteration; a real change comes twice.
+        kinds = tuple(amount > 0 for amount in amounts)
+        if measured_ms <= self.SURPRISE * predicted_ms:
+            correction.surprises.discard(kinds)
+        elif kinds not in correction.surprises:
+            correction.surprises.add(kinds)
+            return
         self._explain(amounts, stages_ms, measured_ms)
 
     def _explain(self, amounts: Sequence[float], stages_ms: float, measured_ms: float) -> None:

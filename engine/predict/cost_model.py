@@ -15,7 +15,7 @@ from neo_desktop.engine.batch import NO_CONTENTS, Contents
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-KEY_STEP = 1.2  # ratio of consecutive corrections in `Correction.key`
+CORRECTION_STEP = 1.2  # ratio of corrections that differ by 1 in `Correction.steps`
 EXCESS_UNIT = 0.25  # smaller excess hardly changes the key
 FILE_VERSION = 9  # of the JSON form of the tables
 
@@ -54,11 +54,13 @@ class Correction:
     means: Sequence[float] = ()  # of the excess; `excess` is a cautious, lower value
     variances: Sequence[float] = ()  # of `device` and `means`; see `CorrectedCostModel`
 
+    surprises: set[tuple[bool, ...]] = field(default_factory=set)  # kinds of work of the last slow iterations
+
     @property
-    def key(self) -> tuple[int, ...]:
-        """Rounded logarithms: similar corrections have equal keys."""
+    def steps(self) -> tuple[float, ...]:
+        """Logarithms of the factors: corrections that differ by less than 1 are similar."""
         factors = self.device, self.host, self.bus, *(EXCESS_UNIT + excess for excess in self.excess)
-        return tuple(round(math.log(factor, KEY_STEP)) for factor in factors)
+        return tuple(math.log(factor, CORRECTION_STEP) for factor in factors)
 
 
 def _check_axis(axis: Sequence[float]) -> None:

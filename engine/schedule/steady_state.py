@@ -121,12 +121,14 @@ class SteadyStateFinder:
     def __init__(self, cost: TableCostModel) -> None:
         self._cost = cost
         self._key: tuple[int, ...] | None = None
+        self._steps: tuple[float, ...] = ()  # of the correction
         self._best: SteadyState | None = None
 
     def best(self, workload: Workload) -> SteadyState:
-        key = (*workload.key, *self._cost.correction.key)
-        if self._best is None or self._key != key:
-            self._key, self._best = key, self._find(workload)
+        key, steps = workload.key, self._cost.correction.steps
+        has_moved = any(abs(now - then) >= 1.0 for now, then in zip(steps, self._steps, strict=False))
+        if self._best is None or self._key != key or has_moved:
+            self._key, self._steps, self._best = key, steps, self._find(workload)
         return self._best
 
     def _find(self, workload: Workload) -> SteadyState:

@@ -192,7 +192,7 @@ def quick_shape(config: ModelConfig) -> ModelConfig:
     if isinstance(config, TracedConfig):  # the decoder here, with the same attention
         given = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
         given |= {"intermediate_size": QUICK_INTERMEDIATE, "rms_norm_eps": 1e-6}
-        config = ModelConfig(**(given | {"experts": None, "state_shapes": ()}))
+        config = ModelConfig(**(given | {"experts": None, "state_shapes": (), "kv_parts": 2}))
     experts = config.experts
     if experts is not None:
         experts = replace(

@@ -27,9 +27,9 @@ uint8_t* row_of(const TensorView& tensor, int64_t row) {
   return static_cast<uint8_t*>(tensor.data) + row * tensor.stride(0) * size_of(tensor.dtype);
 }
 
-// A float as an integer of the same order; NaN is beyond the infinities.
+// A float as an integer of the same order, with one zero; NaN is beyond the infinities.
 int32_t ordered(float x) {
-  const auto bits = std::bit_cast<int32_t>(x);
+  const auto bits = std::bit_cast<int32_t>(x + 0.0F);
   return bits ^ (bits >> 31 & 0x7fffffff);
 }
 

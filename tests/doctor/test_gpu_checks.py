@@ -114,8 +114,8 @@ def test_a_kernel_that_is_a_little_wrong_fails(
     }[kernel]
     function = getattr(module, name)
 
-    def disturbed(*arguments: Tensor) -> None:
-        function(*arguments)
+    def disturbed(*arguments: Tensor, **options: bool) -> None:
+        function(*arguments, **options)
         target = arguments[changed]
         target[-1].view(-1)[3] = target[-1].view(-1)[3] * 1.5 + 0.01
 

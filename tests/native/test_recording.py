@@ -30,6 +30,11 @@ def test_work_that_torch_or_numbers_of_python_decide_is_not_recorded() -> None:
     assert recorded(lambda: rows.add_(1)) is None
     assert recorded(lambda: native.silu_mul(rows, torch.empty(4, 16))) is None  # its result has new memory
     assert recorded(lambda: native.silu_mul(rows.view(2, 2, 32).flatten(0, 1), out)) is not None
+    with torch.inference_mode():
+        assert recorded(lambda: native.silu_mul(torch.ones(32, 4).t().contiguous(), out)) is None
+        strided = rows.t().contiguous().t()
+        assert recorded(lambda: native.silu_mul(strided.contiguous(), out)) is None
+        assert recorded(lambda: native.silu_mul(rows.contiguous(), out)) is not None
     stored = torch.zeros(native.packed_bytes("Q8_0", 32, 32), dtype=torch.uint8)
     assert recorded(lambda: native.unpack_quantised("Q8_0", stored, [0], torch.zeros(1, 32))) is None
 

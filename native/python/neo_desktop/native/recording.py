@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from neo_desktop.native import _native
 
@@ -54,5 +56,14 @@ class _OtherWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.exists = self.exists or not func.is_view
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        # In inference mode, operators such as `contiguous` count as views, but may copy.
+        is_view = func.is_view and _storages((*args, *(kwargs or {}).values())) >= _storages((result,))
+        self.exists = self.exists or not is_view
+        return result
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    """Return the addresses of all tensors' memory."""
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
