@@ -57,13 +57,13 @@ class _OtherWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # In inference mode, operators such as `contiguous` count as views, but may copy.
+        # In inference mode, `contiguous`, `reshape` and `to` count as views, but may copy.
         is_view = func.is_view and _storages((*args, *(kwargs or {}).values())) >= _storages((result,))
         self.exists = self.exists or not is_view
         return result
 
 
 def _storages(values: Sequence[Any]) -> set[int]:
-    """Return the addresses of all tensors' memory."""
+    """Return the addresses of the memory behind tensors."""
     tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
