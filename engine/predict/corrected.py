@@ -32,7 +32,6 @@ class CorrectedCostModel(TableCostModel):
     SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # the same for copies
     DEVICE_BOUND = 0.1  # the host's largest share in an iteration that corrects the device's factor
     LOWEST, HIGHEST = 1 / 16, 16.0  # of a factor
-    SURPRISE = 1.5  # times its prediction: an iteration that must be confirmed by the next one
     NOISE = 0.1  # standard deviation of an iteration's relative time
     UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
     DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
@@ -64,13 +63,6 @@ class CorrectedCostModel(TableCostModel):
             return
         is_device_bound = host_ms <= predicted.total_ms * (self.DEVICE_BOUND if self.overlaps else 0.5)
         amounts = stages_ms / correction.device if is_device_bound else 0.0, *predicted.contents
-        # A page fault or another program slows one iteration; a real change comes twice.
-        kinds = tuple(amount > 0 for amount in amounts)
-        if measured_ms <= self.SURPRISE * predicted_ms:
-            correction.surprises.discard(kinds)
-        elif kinds not in correction.surprises:
-            correction.surprises.add(kinds)
-            return
         self._explain(amounts, stages_ms, measured_ms)
 
     def _explain(self, amounts: Sequence[float], stages_ms: float, measured_ms: float) -> None:

@@ -54,8 +54,6 @@ class Correction:
     means: Sequence[float] = ()  # of the excess; `excess` is a cautious, lower value
     variances: Sequence[float] = ()  # of `device` and `means`; see `CorrectedCostModel`
 
-    surprises: set[tuple[bool, ...]] = field(default_factory=set)  # kinds of work of the last slow iterations
-
     @property
     def steps(self) -> tuple[float, ...]:
         """Logarithms of the factors: corrections that differ by less than 1 are similar."""
