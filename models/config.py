@@ -229,9 +229,14 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def qkv_heads(self) -> int:
+        """Heads of a token's queries, keys and values together."""
+        return self.num_heads + self.kv_parts * self.num_kv_heads
+
+    @property
     def qkv_rows(self) -> int:
         """Rows of the fused query, key and value matrix: (heads + kv_parts * kv_heads) * head_dim."""
-        return (self.num_heads + self.kv_parts * self.num_kv_heads) * self.head_dim
+        return self.qkv_heads * self.head_dim
 
     @property
     def matrices(self) -> dict[str, Matrix]:

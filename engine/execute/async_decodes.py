@@ -112,7 +112,7 @@ class AsyncBuffers:
         config, dtype, device = stages.config, stages.decoder.dtype, stages.decoder.device
         layers, heads, head_dim = config.num_layers, config.num_heads, config.head_dim
         slots = layers, MAX_ASYNC_DECODES if self._tiers else 0
-        qkv, out = (*slots, config.qkv_rows // head_dim, head_dim), (2, *slots, heads, head_dim)
+        qkv, out = (*slots, config.qkv_heads, head_dim), (2, *slots, heads, head_dim)
         # [set, layer of the next attention, slot]: the hidden states before that attention.
         self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
         self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)

@@ -225,8 +225,7 @@ class StreamBackend:
     def _captured(self, steps: Sequence[Step]) -> _CUDAGraph:
         """Capture steps, and launch the graph."""
         graph = self._capture(steps)
-        with torch.cuda.stream(self._device):
-            graph.replay()
+        graph.replay()
         return graph
 
     def _capture(self, steps: Sequence[Step]) -> _CUDAGraph:

@@ -88,8 +88,7 @@ class DecodeOffload:
 
     def _buffers(self, rows: int) -> OffloadBuffers:
         config, dtype, device = self._model.config, self._model.dtype, self._model.device
-        head_dim = config.head_dim
-        qkv, out = (rows, config.qkv_rows // head_dim, head_dim), (rows, config.num_heads, head_dim)
+        qkv, out = ((rows, heads, config.head_dim) for heads in (config.qkv_heads, config.num_heads))
         return OffloadBuffers(
             host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device),
             host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device),

@@ -123,10 +123,8 @@ class Workspace:
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
-        # All rows of a whole graph, sub-batch 0 first.
-        self.last_hidden = torch.empty(
-            graph_rows, config.hidden_size, dtype=dtype, device=device
-        )  # normalised
+        # All rows of a whole graph, sub-batch 0 first; the hidden states are normalised.
+        self.last_hidden = torch.empty(graph_rows, config.hidden_size, dtype=dtype, device=device)
         self.logits = torch.empty(graph_rows, config.vocab_size, dtype=dtype, device=device)
         # Per row, the most probable token or `sampler.NO_TOKEN`.
         self.tokens = torch.zeros(graph_rows, dtype=torch.int64, device=device)

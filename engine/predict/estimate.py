@@ -271,33 +271,31 @@ def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float)
     # The async decodes of the last layer finish beside the head, or after it.
     head_ms = cost.head_ms(rows)
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
-    return cost.num_layers * layer + end_ms + cost.outside_ms + cost.excess_ms(contents(cost, shape))
+    off_device = [*(each.off_device for each in times), async_decodes]
+    excess_ms = cost.excess_ms(_contents(cost, shape, off_device))
+    return cost.num_layers * layer + end_ms + cost.outside_ms + excess_ms
 
 
-def contents(cost: TableCostModel, shape: IterationShape) -> Contents:
-    """Return the parts of an iteration that `Correction.excess` corrects."""
+def _contents(cost: TableCostModel, shape: IterationShape, off_device: Sequence[OffDeviceTimes]) -> Contents:
+    """Return the parts of an iteration that `Correction.excess` corrects.
+
+    Args:
+        off_device: times of the sub-batches' decodes, then of the async decodes.
+    """
     layers_ms = cost.num_layers * cost.linear(1)
-    prompts = moves = streamed = host = 0.0
-    attention_ms = 0.0
-    for batch in shape.batches:
-        if batch.tokens > batch.num_decodes:
-            prompts = layers_ms
-        if batch.fetched or batch.stored or any(tier.is_streamed for tier in batch.decodes):
-            streamed = layers_ms
-        for tier in batch.decodes:
-            if tier.host_attends:
-                times = off_device_times(cost, batch.decodes)
-                attention_ms += times.cpu + times.away
-                host = layers_ms
-                break
-    if shape.moved_tokens:
-        moves = layers_ms
-    if shape.async_decodes:
-        times = async_off_device(cost, shape.async_decodes)
-        attention_ms += times.cpu + times.away
-        host = layers_ms
+    tiers = [tier for batch in shape.batches for tier in batch.decodes]
+    prompts = any(batch.tokens > batch.num_decodes for batch in shape.batches)
+    streamed = any(tier.is_streamed for tier in tiers)
+    streamed = streamed or any(batch.fetched or batch.stored for batch in shape.batches)
+    moves = bool(shape.moved_tokens)
+    host = bool(shape.async_decodes) or any(tier.host_attends for tier in tiers)
     return Contents(
-        max(prompts, moves, streamed), prompts, moves, streamed, host, cost.num_layers * attention_ms
+        layers_ms * (prompts or moves or streamed),
+        layers_ms * prompts,
+        layers_ms * moves,
+        layers_ms * streamed,
+        layers_ms * host,
+        cost.num_layers * sum(each.cpu + each.away for each in off_device),
     )
 
 
@@ -341,7 +339,8 @@ def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:
             if tier.is_remote:
                 attention_ms += cost.num_layers * cost.network_ms(tier, requests).all
     copied_tokens = sum(streamed_tokens_of(batch)[0] for batch in shape.batches)
-    work = contents(cost, shape)
+    off_device = [off_device_times(cost, batch.decodes) for batch in shape.batches]
+    work = _contents(cost, shape, [*off_device, async_off_device(cost, shape.async_decodes)])
     timing = IterationTiming(total_ms, attention_ms, contents=work, excess_ms=cost.excess_ms(work))
     if not copied_tokens:
         return timing

@@ -102,9 +102,7 @@ def measured_workers(
 ) -> tuple[dict[KVTier, Surface], dict[KVTier, Network]]:
     """Return the attention and network times per worker; absent workers get the times of others."""
     config = decoder.config
-    sent = (
-        config.num_heads + config.kv_parts * config.num_kv_heads
-    )  # heads per row: q, k and v there, the output back
+    sent = config.qkv_heads  # per row: q, k and v there, the output back
     sent_share = sent / (sent + config.num_heads)
     surfaces: dict[KVTier, Surface] = {}
     absent = []

@@ -311,7 +311,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
       .def_readonly("is_complete", &Recording::is_complete)
       .def("append", &Recording::append)
-      .def("run", &Recording::run, without_gil);
+      .def("__call__", &Recording::run, without_gil);
   m.def("begin_recording", &begin_recording);
   m.def("end_recording", &end_recording);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {

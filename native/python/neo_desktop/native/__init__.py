@@ -12,6 +12,7 @@ Workers are bound to one CPU each. `bind_threads(False)` leaves the placement of
 
 from neo_desktop.native._native import (
     PackedExperts,
+    Recording,
     available_isas,
     bind_threads,
     cpu_features,
@@ -58,7 +59,7 @@ from neo_desktop.native.packed import (
     packed_linear,
     unpack_quantised,
 )
-from neo_desktop.native.recording import Recording, recorded
+from neo_desktop.native.recording import recorded
 from neo_desktop.native.recurrent import (
     scan_state,
     short_convolution,

@@ -8,27 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from neo_desktop.native import _native
-
-
-class Recording:
-    """Native calls in order. The caller keeps their tensors' memory alive and in place."""
-
-    def __init__(self, calls: _native.Recording) -> None:
-        self._calls = calls
-
-    def append(self, later: "Recording") -> None:
-        """Add calls behind these."""
-        self._calls.append(later._calls)
-
-    def __call__(self) -> None:
-        """Repeat the calls, with the present contents of their tensors."""
-        self._calls.run()
+from neo_desktop.native._native import Recording
 
 
 def recorded(work: Callable[[], object]) -> Recording | None:
     """Do work, and return its native calls; None: it also computes by torch, or its calls cannot be repeated.
 
-    Work may depend on the contents of tensors only.
+    Work may depend on the contents of tensors only. A recording repeats the calls with their present
+    contents; the caller keeps the tensors' memory alive and in place.
     """
     _native.begin_recording()
     try:
@@ -36,7 +23,7 @@ def recorded(work: Callable[[], object]) -> Recording | None:
             work()
     finally:
         calls = _native.end_recording()
-    return None if others.exists or not calls.is_complete else Recording(calls)
+    return None if others.exists or not calls.is_complete else calls
 
 
 class _OtherWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
