@@ -25,6 +25,11 @@ void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads,
 // one is infinite.
 void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_threads);
 
+// Each row's k largest numbers and their softmax, among the k numbers or (unless normalises) among all: logits is
+// [n, experts], ids [n, k] int32, weights [n, k] fp32.
+void choose_experts(const TensorView& logits, bool normalises, const TensorView& ids,
+                    const TensorView& weights, int num_threads);
+
 // Normalises (if norm is given) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
 // [n, head_dim] fp32, the first half of sin negated; norm is [heads, head_dim].
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

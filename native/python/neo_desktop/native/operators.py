@@ -74,6 +74,25 @@ def choose_tokens(logits: torch.Tensor, out: torch.Tensor, num_threads: int = 0)
     _native.choose_tokens(view_of("logits", logits), view_of("tokens", out), num_threads)
 
 
+def choose_experts(
+    logits: torch.Tensor, normalises: bool, ids: torch.Tensor, weights: torch.Tensor, num_threads: int = 0
+) -> None:
+    """Select each row's k largest numbers, largest first, the first among equals; NaN is the largest.
+
+    Args:
+        logits: [n, m], fp32, fp16 or bf16; may be strided in n.
+        normalises: the weights are a softmax over the selected numbers; else over all.
+        ids: [n, k] int32, an output; may be strided in n.
+        weights: [n, k] float32, an output; may be strided in n.
+        num_threads: 0 means `default_num_threads()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    tensors = view_of("ids", ids), view_of("weights", weights)
+    _native.choose_experts(view_of("logits", logits), normalises, *tensors, num_threads)
+
+
 def rope(
     heads: torch.Tensor,
     cos: torch.Tensor,
