@@ -88,12 +88,14 @@ class Op:
         step: the same in a row program; None: there is none.
         cut: returns what the engine carries out instead of `run`; None: nothing.
         offloaded: name in `TURN` and matrix of an offloaded matmul.
+        splits: row programs may end before it and begin after it, because the state has its buffers.
     """
 
     run: Callable[[State, Store | None], object]
     step: native.Step | None = None
     cut: Callable[[State], Cut] | None = None
     offloaded: tuple[str, OffloadedLinear] | None = None
+    splits: bool = False
 
 
 def matmul(name: str, linear: Linear, x: str, out: str) -> Op:
@@ -168,8 +170,8 @@ def experts(moe: MoE) -> list[Op]:
     def cut(state: State) -> Cut:
         return DividedExperts(EXPERTS, moe, state.scratch.normed, _room(state), state.x)
 
-    route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)))
-    return [route, Op(run, cut=None if moe.on_host is None else cut)]
+    route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)), splits=True)
+    return [route, Op(run, cut=None if moe.on_host is None else cut, splits=True)]
 
 
 def all_reduce(reduce: Reduce) -> Op:
@@ -182,16 +184,14 @@ def _room(state: State) -> ExpertScratch:
     return state.scratch.experts
 
 
-def row_parts(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> list[RowProgram | Op]:
-    """Compile runs of operations that have steps to one native call each, which wakes the threads once."""
-    intermediate = config.intermediate_size
-    buffers = [
-        *given_buffers(config, dtype),
-        native.Buffer(2 * intermediate, dtype),
-        native.Buffer(intermediate, dtype),
-    ]
+def row_parts(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> Sequence[RowProgram | Op]:
+    """Compile the operations between experts to one native call each, which wakes the threads once."""
+    if any(op.step is None and not op.splits for op in ops):
+        return ops
+    own = (native.Buffer(width * config.intermediate_size, dtype) for width in (2, 1))
+    buffers = [*given_buffers(config, dtype), *own]
     parts: list[RowProgram | Op] = []
-    for has_steps, some in groupby(ops, lambda op: op.step is not None):
+    for splits, some in groupby(ops, lambda op: op.splits):
         run = list(some)
-        parts += [RowProgram(buffers, [op.step for op in run if op.step is not None])] if has_steps else run
+        parts += run if splits else [RowProgram(buffers, [op.step for op in run if op.step is not None])]
     return parts

@@ -56,31 +56,40 @@ int64_t first_largest(const T* row, int64_t count) {
   return where;
 }
 
-// Writes the `k` largest of a row and their weights, largest first, the first among equals; NaN is the largest.
+// Chooses the experts of one row, as `choose_experts`.
 template <class T>
-void choose_largest(const T* row, int64_t count, bool normalises, int64_t k, int32_t* ids, float* weights) {
+void choose_row(const T* row, int64_t count, const Routing& routing, int64_t k, int32_t* ids,
+                float* weights) {
   const auto order = [](float x) { return std::isnan(x) ? std::numeric_limits<int32_t>::max() : ordered(x); };
+  const auto numbers = [](const std::optional<TensorView>& of) {
+    return of ? static_cast<const float*>(of->data) : nullptr;
+  };
+  const auto sigmoid = [](float x) { return 1.0F / (1.0F + std::exp(-x)); };
+  const float *bias = numbers(routing.bias), *factors = numbers(routing.factors);
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i) {
     const float x = to_float(row[i]);
-    if (found == k && order(x) <= order(weights[k - 1])) continue;
+    const float score = (routing.is_sigmoid ? sigmoid(x) : x) + (bias ? bias[i] : 0.0F);
+    if (found == k && order(score) <= order(weights[k - 1])) continue;
     int64_t place = found < k ? found++ : k - 1;
-    for (; place > 0 && order(weights[place - 1]) < order(x); --place) {
+    for (; place > 0 && order(weights[place - 1]) < order(score); --place) {
       ids[place] = ids[place - 1];
       weights[place] = weights[place - 1];
     }
     ids[place] = static_cast<int32_t>(i);
-    weights[place] = x;
+    weights[place] = score;
   }
-  const float largest = weights[0];
-  float sum = 0.0F;
-  for (int64_t i = 0; i < k; ++i) weights[i] = std::exp(weights[i] - largest);
-  if (normalises) {
-    for (int64_t i = 0; i < k; ++i) sum += weights[i];
-  } else {
-    for (int64_t i = 0; i < count; ++i) sum += std::exp(to_float(row[i]) - largest);
+  const float largest = weights[0];  // of a softmax
+  const auto share = [&](float x) { return routing.is_sigmoid ? sigmoid(x) : std::exp(x - largest); };
+  float sum = routing.is_sigmoid && !routing.normalises ? 1.0F : routing.epsilon;
+  for (int64_t i = 0; i < k; ++i) {
+    weights[i] = share(to_float(row[ids[i]]));
+    if (routing.normalises) sum += weights[i];
   }
-  for (int64_t i = 0; i < k; ++i) weights[i] /= sum;
+  if (!routing.is_sigmoid && !routing.normalises) {
+    for (int64_t i = 0; i < count; ++i) sum += share(to_float(row[i]));
+  }
+  for (int64_t i = 0; i < k; ++i) weights[i] *= (factors ? factors[ids[i]] : 1.0F) / sum;
 }
 
 // Calls body with a zero of a floating-point type.
@@ -142,23 +151,26 @@ void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_t
   });
 }
 
-void choose_experts(const TensorView& logits, bool normalises, const TensorView& ids,
+void choose_experts(const TensorView& logits, const Routing& routing, const TensorView& ids,
                     const TensorView& weights, int num_threads) {
   check_dims(logits, "[n, experts]", 2);
   check_packed(logits, 1);
   check_dims(ids, "[n, k]", 2);
-  check_packed(ids, 1);
   const int64_t n = logits.size(0), count = logits.size(1), k = ids.size(1);
   check_like(ids, "[n, k]", {n, k}, DType::kInt32);
   check_like(weights, "[n, k]", {n, k}, DType::kFloat32);
   if (k < 1 || k > count) fail("ids has ", k, " columns; expected 1 to ", count);
+  for (const auto& numbers : {routing.bias, routing.factors}) {
+    if (numbers) check_like(*numbers, "[experts]", {count}, DType::kFloat32);
+  }
+  if (routing.bias && !routing.is_sigmoid) fail("a softmax has no bias");
   with_floats(logits, [&](auto zero) {
     using T = decltype(zero);
     for_rows(n, n * count * 4, num_threads, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        choose_largest(reinterpret_cast<const T*>(row_of(logits, row)), count, normalises, k,
-                       reinterpret_cast<int32_t*>(row_of(ids, row)),
-                       reinterpret_cast<float*>(row_of(weights, row)));
+        choose_row(reinterpret_cast<const T*>(row_of(logits, row)), count, routing, k,
+                   reinterpret_cast<int32_t*>(row_of(ids, row)),
+                   reinterpret_cast<float*>(row_of(weights, row)));
       }
     });
   });
