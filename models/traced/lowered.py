@@ -19,6 +19,7 @@ from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buf
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
+    Complex,
     NotRowsError,
     Value,
     columns_of,
@@ -108,6 +109,9 @@ class _Lowering(RowBuffers):
             (_UNARIES, lambda: self._unary(_approximated(name, args, kwargs), args[0])),
             (_BINARIES, lambda: self._binary(_BINARIES[name], args[0], args[1], kwargs.get("alpha", 1))),
             (("square",), lambda: self._binary("times", args[0], args[0])),
+            (("neg",), lambda: self._binary("times", args[0], -1.0)),
+            (("view_as_complex",), lambda: Complex.of(args[0])),
+            (("view_as_real",), lambda: Complex.pairs(args[0])),
             (("zeros_like",), lambda: self._binary("times", args[0], 0.0)),
             (("layer_norm",), lambda: self._layer_norm(*args)),
             (("rms_norm",), lambda: self._plain_norm(*args)),
@@ -166,6 +170,8 @@ class _Lowering(RowBuffers):
         return self.call(partial(_multiplied, weights), [x], like, row_dim(x.at))
 
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(args[0], Complex):
+            return Complex(*(self._moved(node, (part, *args[1:]), kwargs) for part in args[0]))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, (Value, Tensor))]
         values = [each for each in given if isinstance(each, Value)]
         if len(values) != len(given) or len({each.dtype for each in values}) > 1:
@@ -242,9 +248,11 @@ class _Lowering(RowBuffers):
     def _unary(self, op: str, x: Value) -> Value:
         return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
 
-    def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
+    def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Any:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
+        if isinstance(one, Complex) and isinstance(other, Complex) and op == "times":
+            return one.times(other, self._binary)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
         if not isinstance(one, Value):
