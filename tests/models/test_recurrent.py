@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_policy import AllAsync
 from checkpoints import transformers_greedy
 from cost_models import machine
 from drafters import Informed
-from recurrent_models import RECURRENT
+from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
 from seeds import first
 from traced_models import save
 
@@ -18,6 +19,7 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.speculation import Speculation
@@ -128,6 +130,28 @@ def test_iterations_that_fail_leave_states_as_they_were(
         failing = Failing(executor.start)
         monkeypatch.setattr(executor, "start", failing)
         check(engine, folder)
+        assert failing.failures > 3
+
+
+@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+def test_async_decodes_give_the_tokens_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between async steps run prompts, moves, preemptions and iterations that fail; then prefixes come back."""
+    folder = save(tmp_path / family, *SEVERAL_ATTENTIONS[family])
+    monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
+    options = replace(OPTIONS, model=folder, cpu_cache_tokens=256)
+    with Engine.from_parts(take_memory(load(options), options), "auto", cost_model=COST) as engine:
+        executor, counters = engine._iterations.executor, engine._scheduler.counters
+        failing = Failing(executor.start)
+        monkeypatch.setattr(executor, "start", failing)
+        for _ in range(2):
+            check(engine, folder)
+            engine._kv_cache.check()
+        assert counters.num_async_decodes > 10
+        assert counters.num_preemptions > 0
+        assert counters.num_moves > 0
+        assert counters.num_cached_tokens > 100
         assert failing.failures > 3
 
 
