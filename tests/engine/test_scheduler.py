@@ -171,7 +171,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 ) -> None:
     """Memory is scarce; 13 blocks hold the longest request. Drafts may be right, wrong or missing.
 
-    A model may have recurrent layers: at each stage, a token then needs the state of those before it.
+    A model may have recurrent layers: at each stage, a token then needs the state after its predecessors.
 
     At any time, also during an iteration, requests arrive and are aborted, and the next iteration is
     planned. The device may run out of memory during any iteration.
