@@ -134,7 +134,7 @@ class RequestQueues(Generic[R]):
                 self._restart_async(request)
 
     def restart_all_async(self) -> None:
-        """Discard the progress of all async decodes: their tokens must be computed from layer 0."""
+        """Restart every async decode: its token must be computed from layer 0."""
         for request in list(self.async_groups):
             self._restart_async(request)
         self.async_groups.clear()
