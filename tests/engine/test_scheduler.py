@@ -171,8 +171,6 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
 ) -> None:
     """Memory is scarce; 13 blocks hold the longest request. Drafts may be right, wrong or missing.
 
-    A model may have recurrent layers: at each stage, a token then needs the state after its predecessors.
-
     At any time, also during an iteration, requests arrive and are aborted, and the next iteration is
     planned. The device may run out of memory during any iteration.
     """
@@ -307,8 +305,6 @@ def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
     harness.run()
     assert len(harness.tokens("1")) == 2
 
-
-# ---- on a virtual clock ----
 
 LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 
