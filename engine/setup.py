@@ -259,8 +259,6 @@ def take_memory(
     budget = KVBudget(
         loaded.config, decoder.dtype, decoder.device, options, free, weight_bytes, tiers, bus_share
     )
-    if budget.num_states:  # a token of an async decode would pass the recurrent layers of later tokens
-        limits = replace(limits, max_token_ms=0.0)
     num_blocks = budget.num_blocks()
     if member is not None:
         num_blocks = member.agreed(num_blocks)

@@ -101,6 +101,9 @@ class AsyncDecodes(Attender):
             next_one = slice((layer + 1) * count, (layer + 2) * count)
             state.cos[rows].copy_(buffers.cos[next_one])
             state.sin[rows].copy_(buffers.sin[next_one])
+        inputs = self.memory.inputs
+        if len(inputs.spans):  # recurrent layers of the next stage: the states of its decodes
+            inputs.spans[rows].copy_(inputs.async_spans[layer])
 
 
 class AsyncBuffers:

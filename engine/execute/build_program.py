@@ -292,7 +292,7 @@ class ProgramBuilder:
         staged.sources[:] = np.arange(memory.first_source, memory.first_source + len(staged.sources))
         self._fill_decodes(memory, members)
         if len(staged.spans):
-            fill_spans(staged.spans, rows.starts, members.decodes)
+            fill_spans(staged, rows, members)
         for where, group in zip(staged.async_positions, members.async_decodes, strict=False):
             where[: len(group)] = [0 if s is None else s.position for s in group]
         for row, each in enumerate(

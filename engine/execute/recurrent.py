@@ -1,6 +1,6 @@
 """The states of recurrent layers in an iteration: which tokens pass through which slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence, StateSlots
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.layout import BatchMembers
-from neo_desktop.engine.execute.workspace import Memory
+from neo_desktop.engine.execute.layout import BatchMembers, Rows
+from neo_desktop.engine.execute.workspace import InputBuffers, Memory
 from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.recurrent import RecurrentBatch, Spans
@@ -80,21 +80,28 @@ def _draft_spans(memory: Memory, members: BatchMembers) -> list[list[tuple[int, 
     return spans
 
 
-def fill_spans(
-    spans: NDArray[np.int32], starts: Sequence[int], decodes: Sequence[Sequence[ScheduledSequence]]
-) -> None:
-    """Fill in the spans [rows, 4] of decodes; rows of padding drop their states.
+def fill_spans(staged: InputBuffers[NDArray[np.int32]], rows: Rows, members: BatchMembers) -> None:
+    """Fill in the spans of decodes and of async decodes at each stage; rows of padding drop their states.
 
     So do rows of drafts, which later passes compute again: their states come from rows before.
-
-    Args:
-        starts: first row per tier.
-        decodes: per tier.
     """
-    spans[:, 0] = np.arange(len(spans))
+    first, others = members.async_decodes[:1], members.async_decodes[1:]
+    _fill(staged.spans, 0, zip(rows.starts, (*members.decodes, *first), strict=False))
+    start = rows.starts[-1]
+    for spans, group in zip(staged.async_spans, others, strict=False):
+        _fill(spans, start, [(start, group)])
+
+
+def _fill(
+    spans: NDArray[np.int32],
+    first: int,
+    groups: Iterable[tuple[int, Sequence[ScheduledSequence | None]]],
+) -> None:
+    """Fill in the spans [rows, 4] of the rows from `first` on; a group is the first row and its sequences."""
+    spans[:, 0] = np.arange(first, first + len(spans))
     spans[:, 1] = spans[:, 0] + 1
     spans[:, 2:] = DROPPED[:2]
-    for start, sequences in zip(starts, decodes, strict=False):
-        for row, sequence in enumerate(sequences, start):
-            slots = DROPPED if sequence.is_draft else sequence.states or DROPPED
-            spans[row, 2:] = slots[:2]
+    for start, sequences in groups:
+        for row, sequence in enumerate(sequences, start - first):
+            if sequence is not None and sequence.states is not None and not sequence.is_draft:
+                spans[row, 2:] = sequence.states[:2]

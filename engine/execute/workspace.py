@@ -38,7 +38,9 @@ class InputBuffers(Generic[Ints]):
     decode_slots: Ints  # [device decodes]: slot where attention stores KV, or -1
     block_tables: Ints  # [device decodes, max_blocks]
     async_positions: Ints  # [layers, async decodes]: positions at each stage but the last
-    spans: Ints  # [decodes or 0, 4]: see `recurrent.scan_state`; 0: the model has no recurrent layers
+    # See `recurrent.scan_state`; without rows if the model has no recurrent layers.
+    spans: Ints  # [decodes + async decodes, 4]: async decodes at the stage that is computed
+    async_spans: Ints  # [layers, async decodes, 4]: async decodes at each stage but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ class Workspace:
         num_ints = 4 * num_rows + num_tables * (2 + max(capacity.blocks, 1))
         num_ints += config.num_layers * MAX_ASYNC_DECODES
         self._has_states = bool(config.state_shapes)
-        num_ints += 8 * decodes * len(tiers) * self._has_states
+        num_spans = 2 * decodes * len(tiers) + (1 + config.num_layers) * MAX_ASYNC_DECODES
+        num_ints += 4 * num_spans * self._has_states
         self.is_staged = is_staged
         self._staged = [
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
@@ -184,7 +187,8 @@ class Workspace:
                 *((decodes,),) * 2,
                 (decodes, graph_key.max_blocks),
                 (self._config.num_layers, rows.async_decodes),
-                (sum(rows.decodes) * self._has_states, 4),
+                (rows.first_prompt * self._has_states, 4),
+                (self._config.num_layers, rows.async_decodes * self._has_states, 4),
             )
             for rows, decodes in zip(graph_key.sub_batches, device_decodes, strict=True)
         ]

@@ -117,6 +117,10 @@ class StateCache:
         owned.current = slots.target
         return slots
 
+    def under_way(self, request_id: str) -> StateSlots:
+        """Return the slots of an async decode in flight, which are those of its first async step."""
+        return self._owned[request_id].planned[-1]
+
     def plan_draft(self, request_id: str, num_tokens: int) -> list[StateSlots]:
         """Return the slots of a draft's tokens, after `plan`; fewer than `num_tokens` if slots are short."""
         owned = self._owned[request_id]

@@ -68,7 +68,7 @@ class Scheduled(NamedTuple):
             request.num_tokens -= 1
         if request.num_preemptions == self.num_preemptions:
             request.num_computed_tokens = self.sequence.start
-            if states is not None:
+            if states is not None and not self.is_on_its_way:
                 states.take_back(request.request_id)
 
 
@@ -96,6 +96,11 @@ def plan_of(
         is_last = end == request.num_tokens
         token_ids = tuple(request.token_ids[start:end])
         num_pooled = request.num_pooled(num_tokens) if request.is_pooled else 0
+        slots = None
+        if states is not None and request in queues.async_groups:
+            slots = states.under_way(request_id)
+        elif states is not None:
+            slots = states.plan(request_id, start, num_tokens, is_last=is_last)
         sequence = ScheduledSequence(
             request_id,
             token_ids if len(token_ids) == num_tokens else (*token_ids, UNKNOWN_TOKEN),
@@ -105,7 +110,7 @@ def plan_of(
             request.sampling_input() if is_last and not is_on_its_way and not request.is_pooled else None,
             num_pooled,
             0 if kept is None or is_on_its_way else kept.wanted(request, end, num_tokens),
-            None if states is None else states.plan(request_id, start, num_tokens, is_last=is_last),
+            slots,
             request.images,
         )
         is_end = sequence.sampling is not None or (num_pooled > 0 and is_last)

@@ -127,11 +127,22 @@ class RequestQueues(Generic[R]):
     def check_async_groups(self, most_waits: int) -> None:
         """Restart async decodes whose KV moved; restart all after `most_waits` iterations without a step."""
         if self.async_groups.num_waits >= most_waits:
-            self.async_groups.clear()
+            self.restart_all_async()
         moved = {request.request_id for request in self.moved}
         for request in list(self.async_groups):
             if request.request_id not in self.kv or request.request_id in moved:
-                self.async_groups.drop(request)
+                self._restart_async(request)
+
+    def restart_all_async(self) -> None:
+        """Restart every async decode: its token must be computed from layer 0."""
+        for request in list(self.async_groups):
+            self._restart_async(request)
+        self.async_groups.clear()
+
+    def _restart_async(self, request: R) -> None:
+        self.async_groups.drop(request)
+        if self.kv.states is not None and request.request_id in self.kv:
+            self.kv.states.take_back(request.request_id)
 
     def start_moves(self) -> None:
         """Assign the pending moves to the iteration that starts now; moves of the last one are complete."""

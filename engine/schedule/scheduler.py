@@ -129,7 +129,7 @@ class Scheduler(Generic[R]):
             if not len(queues.async_groups):
                 # Nothing is running: retry admission of the requests just preempted.
                 return None if has_room or not queues.waiting else self.decide()
-            queues.async_groups.clear()  # no iteration is left for them to join
+            queues.restart_all_async()  # no iteration is left for them to join
             iteration = self._new_iteration()
         return iteration.decision()  # 4, 6
 
@@ -330,9 +330,10 @@ class Scheduler(Generic[R]):
         """Discard the newest iteration: its requests return to their state before it."""
         undone = self._under_way.pop()
         if any(scheduled.is_on_its_way for scheduled in undone):
-            self.queues.async_groups.clear()
+            self.queues.restart_all_async()
         for scheduled in undone:
-            scheduled.take_back(self._kv.states)
+            if not scheduled.request.is_finished:
+                scheduled.take_back(self._kv.states)
         self._ahead = None
 
     def _end(

@@ -54,8 +54,9 @@ class Harness:
         max_batch_requests: int = 8,
         cost_model: TableCostModel | None = None,
         drafter: Drafter | None = None,
+        num_states: int | None = None,
     ) -> None:
-        self.kv = KVCache(num_blocks, BLOCK_SIZE)
+        self.kv = KVCache(num_blocks, BLOCK_SIZE, num_states)
         self.scheduler = Scheduler(
             self.kv,
             ALL_POLICIES[policy],
@@ -63,7 +64,8 @@ class Harness:
             cost_model,
             speculation=drafter and Speculation(drafter, cost_model, max_batch_requests),
         )
-        self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens)
+        num_layers = self.scheduler.queues.async_groups.num_layers
+        self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens, num_layers=num_layers)
         self.max_batch_requests = max_batch_requests
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
@@ -150,6 +152,7 @@ jobs = st.lists(
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
     right_drafts=st.none() | st.sampled_from((0.0, 0.5, 0.9, 1.0)),
+    num_states=st.none() | st.integers(4, 40),
     data=st.data(),
 )
 def test_every_request_ends_with_the_tokens_it_would_get_alone(
@@ -163,6 +166,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     extra_tokens: int,
     cost_model: TableCostModel,
     right_drafts: float | None,
+    num_states: int | None,
     data: st.DataObject,
 ) -> None:
     """Memory is scarce; 13 blocks hold the longest request. Drafts may be right, wrong or missing.
@@ -186,6 +190,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
         max_batch_requests=max_batch_requests,
         cost_model=cost_model,
         drafter=None if right_drafts is None else OftenRight(right_drafts),
+        num_states=num_states,
     )
     pending = list(jobs)
     plan: IterationPlan | None = None
@@ -300,8 +305,6 @@ def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
     harness.run()
     assert len(harness.tokens("1")) == 2
 
-
-# ---- on a virtual clock ----
 
 LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 

@@ -1,20 +1,24 @@
 """Traced stages in graphs: on imitated streams, and on a GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from graph_case import BLOCK_SIZE, make_executor, sequence
+from async_case import AsyncIterations, Conveyor
+from graph_case import BLOCK_SIZE, HOMES, NUM_BLOCKS, make_executor, prompts, sequence
 from imitated_streams import ImitatedBackend
 from pipeline_case import FewPrompts, RandomIterations, check_random_plans, check_result, make_storage
-from recurrent_models import RECURRENT
+from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
 from traced_models import FAMILIES, save
 
-from neo_desktop.engine.batch import IterationPlan, StateSlots, SubBatch
+from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, StateSlots, SubBatch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
@@ -109,6 +113,67 @@ def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path,
     assert graphs == [False, True, False, True]
     with_graphs.close()
     plain.close()
+
+
+class FewAsync(FewPrompts, AsyncIterations):
+    """Requests arrive together, and some decodes are async."""
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.usefixtures("kernels")
+def test_async_decodes_of_recurrent_models_at_random_paces(tmp_path: Path, family: str) -> None:
+    model = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu")
+    backend = ImitatedBackend(3, num_queues=2)
+    executor, _ = make_executor(model, backend=backend)
+    iterations = FewAsync(3, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers)
+    check_random_plans(executor.execute, model, iterations, 24, after=backend.check_flags)
+    assert iterations.num_ended > 3
+    executor.close()
+
+
+def with_states(plan: IterationPlan) -> IterationPlan:
+    """Give each sequence two slots in turn, as a function of its position."""
+
+    def one(each: ScheduledSequence) -> ScheduledSequence:
+        first, step = 2 * list(HOMES).index(each.request_id), each.start - HOMES[each.request_id][2]
+        slots = StateSlots(first + step % 2, first + (step + 1) % 2) if each.start else StateSlots(-1, first)
+        return each._replace(states=slots)
+
+    return replace(
+        plan,
+        sub_batches=tuple(SubBatch(tuple(map(one, each.sequences))) for each in plan.sub_batches),
+        async_decodes=tuple(
+            tuple(None if each is None else one(each) for each in group) for group in plan.async_decodes
+        ),
+    )
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("lane", [None, Lane.DEVICE, Lane.TO_DEVICE])
+@pytest.mark.usefixtures("kernels")
+def test_async_steps_of_recurrent_models_are_graphs_and_can_be_repeated(
+    tmp_path: Path, family: str, lane: Lane | None
+) -> None:
+    """Args: lane: Where some async steps fail."""
+    model, is_failing = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu"), False
+
+    def hook(at: Lane, stage: Stage) -> None:
+        if is_failing and at == lane and stage.layer == 1:
+            raise ValueError("broken")
+
+    executor, backend = make_executor(model, hook=None if lane is None else hook)
+    executor.execute(with_states(prompts("abcdeg")))
+    for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers, beside=("ab", "g")).turns(10)):
+        is_failing = lane is not None and turn in (4, 7)
+        if is_failing:
+            with pytest.raises(ValueError, match="broken"):
+                executor.execute(with_states(plan))
+        is_failing = False
+        check_result(model, plan, context, executor.execute(with_states(plan)))
+        assert lane is not None or backend.was_graph == (turn > 1)
+    executor.close()
 
 
 @pytest.mark.gpu

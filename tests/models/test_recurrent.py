@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from async_policy import AllAsync
 from checkpoints import transformers_greedy
 from cost_models import machine
 from drafters import Informed
-from recurrent_models import RECURRENT
+from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
 from seeds import first
 from traced_models import save
 
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Wait
+from neo_desktop.engine.kv_tier import MEASURED_TIERS
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -56,9 +58,10 @@ def engine_of(folder: Path, policy: str) -> Engine:
     return Engine.from_parts(take_memory(load(options), options), policy, cost_model=COST)
 
 
-def check(engine: Engine, folder: Path) -> None:
-    expected = [transformers_greedy(folder, prompt, TOKENS) for prompt in prompts()]
-    assert [list(each.token_ids) for each in engine.generate(prompts(), GREEDY)] == expected
+def check(engine: Engine, folder: Path, count: int = TOKENS) -> None:
+    expected = [transformers_greedy(folder, prompt, count) for prompt in prompts()]
+    params = replace(GREEDY, max_tokens=count)
+    assert [list(each.token_ids) for each in engine.generate(prompts(), params)] == expected
 
 
 @pytest.mark.sample(1)
@@ -101,13 +104,13 @@ def test_drafts_change_no_token(
 class Failing:
     """An executor that runs out of memory at the end of some iterations."""
 
-    def __init__(self, start: Callable[[IterationPlan], Wait]) -> None:
-        self._start, self._count, self.failures = start, 0, 0
+    def __init__(self, start: Callable[[IterationPlan], Wait], every: int = 3) -> None:
+        self._start, self._every, self._count, self.failures = start, every, 0, 0
 
     def __call__(self, plan: IterationPlan) -> Wait:
         self._count += 1
         wait = self._start(plan)
-        if self._count % 3 or sum(each.num_tokens for each in plan.sub_batches) == 1:
+        if self._count % self._every or sum(each.num_tokens for each in plan.sub_batches) == 1:
             return wait
 
         def fail() -> None:
@@ -129,6 +132,28 @@ def test_iterations_that_fail_leave_states_as_they_were(
         monkeypatch.setattr(executor, "start", failing)
         check(engine, folder)
         assert failing.failures > 3
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+def test_async_decodes_give_the_tokens_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between async steps run prompts, moves and iterations that fail; then prefixes come back."""
+    folder = save(tmp_path / family, *SEVERAL_ATTENTIONS[family])
+    monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
+    options = replace(OPTIONS, model=folder, gpu_cache_tokens=96, cpu_cache_tokens=160)
+    with Engine.from_parts(take_memory(load(options), options), "auto", cost_model=COST) as engine:
+        executor, counters = engine._iterations.executor, engine._scheduler.counters
+        failing = Failing(executor.start, every=25)
+        monkeypatch.setattr(executor, "start", failing)
+        for _ in range(2):
+            check(engine, folder, 24)
+            engine._kv_cache.check()
+        assert counters.num_async_decodes > 20
+        assert counters.num_moves > 0
+        assert counters.num_cached_tokens > 100
+        assert failing.failures > 0
 
 
 def test_several_answers_and_edits_of_one_prompt(folder_of: Callable[[str], Path]) -> None:

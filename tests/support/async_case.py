@@ -55,6 +55,8 @@ class AsyncIterations(RandomIterations):
                 if request is not None and (request not in self._requests or self._rng.random() < 0.03):
                     request.is_async = False
                     group[slot] = None
+                    if request in self._requests:
+                        self._states.take_back(request.name)
         slots = max(map(len, self._async_groups)) + self._rng.choice((0, 0, 1))
         self._ending = [request for request in self._async_groups[-1] if request is not None]
         return tuple(
@@ -76,6 +78,7 @@ class AsyncIterations(RandomIterations):
                 free = [slot for slot, each in enumerate(group) if each is None]
                 group[self._rng.choice(free)] = request
                 request.is_async = True
+                self._states.plan(request.name, request.num_computed, 1, is_last=True)
         return group
 
     def _step(self, request: Request, *, is_last: bool) -> ScheduledSequence:
@@ -88,10 +91,12 @@ class AsyncIterations(RandomIterations):
             request.tier,
             IntArray(request.blocks).view(),
             sampling_input(start + 1) if is_sampled else None,
+            states=self._states.under_way(request.name),
         )
 
     def take_in(self, result: IterationResult) -> None:
         for request in self._ending:
+            request.planned = request.num_computed, 1
             request.num_computed += 1
             request.is_async = False
             self.num_ended += 1

@@ -58,6 +58,7 @@ class FakeExecutor(Executor):
 
     `slots[tier][slot]` is the token with its KV in that slot: attention reads the slots of the block table.
     A plan with a wrong block, or with copies in a wrong order, changes the output tokens.
+    `states[stage, slot]` holds the tokens that a recurrent state has seen at a stage.
     """
 
     block_size: int
@@ -66,6 +67,8 @@ class FakeExecutor(Executor):
     # (stage, slot) -> the async decode at that stage, as of the last async step.
     standing: dict[tuple[int, int], ScheduledSequence] = field(default_factory=dict)
     num_turns: int = 0
+    num_layers: int = 1
+    states: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def start(self, plan: IterationPlan) -> Wait:
         return partial(self._carry_out, plan)
@@ -81,7 +84,8 @@ class FakeExecutor(Executor):
                     target = copy.target_block * self.block_size + offset
                     self.slots[copy.target][target] = self.slots[copy.source][source]
         chosen: dict[str, list[SampledToken]] = {}
-        for sequence in (*plan.sequences, *self._turn(plan)):
+        ending = list(self._turn(plan))
+        for sequence in (*plan.sequences, *ending):
             assert sequence.token_ids, "a request is scheduled to compute nothing"
             slots = self.slots[sequence.tier]
 
@@ -90,6 +94,8 @@ class FakeExecutor(Executor):
 
             for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
                 slots[slot(position)] = token_id
+            if not any(sequence is each for each in ending):
+                self._pass_states(sequence, range(self.num_layers + 1))
             if sequence.sampling is not None:
                 context = [slots[slot(position)] for position in range(sequence.context_len)]
                 chosen.setdefault(sequence.request_id, []).append(SampledToken(next_token(context)))
@@ -98,6 +104,21 @@ class FakeExecutor(Executor):
             {},
             after_drafts={name: tuple(more) for name, (_, *more) in chosen.items() if more},
         )
+
+    def _pass_states(self, sequence: ScheduledSequence, stages: Sequence[int]) -> None:
+        """Check that a sequence finds the states of its earlier tokens, and write those after its tokens."""
+        if sequence.states is None:
+            return
+        slots, kv, size = sequence.states, self.slots[sequence.tier], self.block_size
+        table = sequence.block_table
+        before = [kv[int(table[at // size]) * size + at % size] for at in range(sequence.start)]
+        for stage in stages:
+            found = self.states[stage, slots.source] if slots.source >= 0 else []
+            assert found == before, "a state has seen other tokens"
+            if slots.checkpoint >= 0:
+                seen = [*before, *sequence.token_ids[: slots.checkpoint_tokens]]
+                self.states[stage, slots.checkpoint] = seen
+            self.states[stage, slots.target] = [*before, *sequence.token_ids]
 
     def _turn(self, plan: IterationPlan) -> Iterator[ScheduledSequence]:
         """Check that every async decode advances by one stage; yield decodes that pass the last stage."""
@@ -111,6 +132,7 @@ class FakeExecutor(Executor):
             for slot, sequence in enumerate(group):
                 if sequence is None:
                     continue
+                self._pass_states(sequence, [stage])
                 assert sequence.tier.host_attends
                 if stage:
                     was = before[stage - 1, slot]

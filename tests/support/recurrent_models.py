@@ -109,3 +109,24 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
 }
 """Name -> type and changes of its configuration. Layers of both kinds alternate in various orders."""
+SEVERAL_ATTENTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": (
+        "qwen3_5_text",
+        _DELTA | {"num_hidden_layers": 5, "layer_types": [*_LINEAR, "full_attention", "linear_attention"]},
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+        },
+    ),
+    "granite-4-h": (
+        "granitemoehybrid",
+        RECURRENT["granite-4-h"][1]
+        | {"num_hidden_layers": 4, "layer_types": ["mamba", "attention", "mamba", "attention"]},
+    ),
+    "falcon-h1": ("falcon_h1", RECURRENT["falcon-h1"][1] | {"num_hidden_layers": 3}),
+}
+"""As `RECURRENT`, with two or three attentions, so that async decodes pass stages in between."""
