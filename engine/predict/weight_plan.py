@@ -137,12 +137,6 @@ def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype)
     return config.weight_bytes(dtype, form) - divided
 
 
-def whole_plan(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> WeightPlan:
-    """Return the plan with all weights on the GPU."""
-    rows = {name: sizes.rows for name, sizes in layer_matrices(config, form, dtype).items()}
-    return WeightPlan(with_parts(rows, config), config.weight_bytes(dtype, form), 0)
-
-
 def plan_weights(
     config: ModelConfig,
     form: WeightFormat,

@@ -3,10 +3,10 @@
     GPU memory                                                    host memory
     | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
 
-If all weights fit beside the iteration and the KV of a chat of 4,096 tokens, they are all resident. Otherwise
-plans compete that have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on, and the plan with all
-weights resident, if a little KV fits beside them. The KV of longer chats is in host memory. The plan with the
-highest predicted speed wins, on average over chats of these lengths, but a chat of 4,096 tokens loses little.
+If all weights fit beside the iteration and a little KV, they are all resident. Otherwise plans compete that
+have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The KV of longer chats is in host
+memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
+lose little.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,6 @@ from neo_desktop.engine.predict.weight_plan import (
     plan_weights,
     slotted_experts,
     weight_times,
-    whole_plan,
 )
 from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
@@ -53,7 +52,7 @@ from neo_desktop.models.stored_form import uniform_form
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
 CHAT_TOKENS = 4096  # context of a usual chat
-MOST_LOSS = 0.045  # most speed that a usual chat loses to longer ones; without fixed times, so it is some 3 %
+MOST_LOSS = 0.05  # most speed that a usual chat loses to longer ones; without fixed times, so it is some 3 %
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -157,24 +156,19 @@ class _Memory:
     def rates(self) -> Rates:
         return self._find_rates()
 
-    def best_plan(self) -> WeightPlan:
-        """Return the best plan for chats; see above."""
-        whole = whole_plan(self._config, self._form, self._dtype)
-        if self._weights <= self._room(self._device_tokens[0]):
-            return whole
-        plans = {
-            tokens: self._planned(self._room(tokens) - self._streaming) for tokens in self._device_tokens
-        }
+    def best_plan(self) -> WeightPlan | None:
+        """Return the best plan for chats, see above; None: all weights fit."""
         if self._weights <= self._room(self._least_tokens):
-            plans[self._least_tokens] = whole
-        # The speeds of chats of each length. If no plan fits into host memory, the first one is refused.
+            return None
+        plans = [self._planned(self._room(tokens) - self._streaming) for tokens in self._device_tokens]
+        # Plans with the speeds of chats. If host memory has room for none, the first one is refused later.
         found = [
             (plan, self._speeds(plan, tokens))
-            for tokens, plan in plans.items()
-            if not plan.is_split or self._host_room(plan) >= 0
+            for plan, tokens in zip(plans, self._device_tokens, strict=True)
+            if self._host_room(plan) >= 0
         ]
         if not found:
-            return plans[self._device_tokens[0]]
+            return plans[0]
         best = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
 
         def worth(speeds: Sequence[float]) -> float:
@@ -265,7 +259,7 @@ class _Memory:
         return self._gpu_bytes - others - slots * self._config.state_bytes
 
     def _speeds(self, plan: WeightPlan, device_tokens: int) -> list[float]:
-        """Return the output tokens per ms of each of `_chats` alone, but for fixed times; 0: no room.
+        """Return the output tokens per ms of one chat, for all `_chats`, without fixed times; 0: no room.
 
         Args:
             device_tokens: longer chats have their KV in host memory.

@@ -13,7 +13,6 @@ from neo_desktop.engine.predict.weight_plan import (
     bound_ms,
     layer_matrices,
     weight_times,
-    whole_plan,
 )
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
@@ -62,8 +61,11 @@ class DividedWeights:
         """
         if plan is None and config.experts is None:
             return None
-        plan = plan or whole_plan(config, form, dtype)
-        return cls(layer_matrices(config, form, dtype), plan, rates)
+        matrices = layer_matrices(config, form, dtype)
+        if plan is None:
+            rows = {name: sizes.rows for name, sizes in matrices.items()}
+            plan = WeightPlan(rows, config.weight_bytes(dtype, form), 0)
+        return cls(matrices, plan, rates)
 
     @property
     def bound_tokens_per_s(self) -> float:
