@@ -112,11 +112,6 @@ def load(file: Path = FILE) -> list[Row]:
     return [Row(values, world["hosts"], world["sources"]) for values in world["rows"]]
 
 
-def attended(config: ModelConfig, context: int) -> float:
-    """Return the tokens that a layer attends to, on average over the layers with attention."""
-    return sum(min(context, window or context) for window in config.layer_windows) / config.num_layers
-
-
 class Reads(NamedTuple):
     """Bytes that one token reads, and layers that take time in addition."""
 
@@ -167,13 +162,13 @@ def reads(row: Row) -> Reads:
     depth = config.num_layers_in_all
     mixtures = 0 if config.experts is None else len(config.experts.layers)
     kv_token = config.kv_bytes_per_token(config.dtype) * (row["kv"] or 16) / 16
-    kv = kv_token * attended(config, row["context"])
+    kv = kv_token * config.attended_tokens(row["context"])
     states = 2 * config.state_bytes
     room = 0.0
     if row.gpu is not None:
         margin = USUAL_MARGIN_GIB if row["margin_gib"] is None else row["margin_gib"]
         room = row.gpu.memory_bytes - margin * GIB - CONTEXT_BYTES - sizes.head
-    allocated = kv_token * attended(config, max(row["set"] or 0, row["context"])) + states / 2
+    allocated = kv_token * config.attended_tokens(max(row["set"] or 0, row["context"])) + states / 2
     on_card, experts_on_card = _placed(row["how"], sizes, depth, mixtures, allocated, room)
     off = 1 - on_card
     experts_off = 1 - experts_on_card

@@ -309,6 +309,10 @@ class ModelConfig:
         """Return the bytes of one token's keys and values in all layers."""
         return self.kv_parts * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
+    def attended_tokens(self, context: int) -> float:
+        """Return the tokens of a context that a layer attends to, on average over the layers."""
+        return sum(min(context, window or context) for window in self.layer_windows) / self.num_layers
+
 
 def check_heads(
     path: Path,

@@ -299,9 +299,9 @@ def chat_rate(
     divided, read = DividedWeights.of(plan, rates, config, form, dtype), bytes_read(config, dtype, form)
     cost = analytic_cost_model(gpu, host, config, dtype, read, divided)
     blocks = budget.num_blocks()
-    attended = sum(min(context, window or context) for window in config.layer_windows) // config.num_layers
+    decode = Decodes(1, int(config.attended_tokens(context)))
     ms = min(
-        iteration_ms(cost, IterationShape((BatchShape().plus({tier: Decodes(1, attended)}),)))
+        iteration_ms(cost, IterationShape((BatchShape().plus({tier: decode}),)))
         for tier in MEASURED_TIERS
         if blocks[tier] * BLOCK_SIZE >= context
     )

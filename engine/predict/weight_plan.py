@@ -6,6 +6,7 @@ See the paper's section 4.5. `offloaded_matmul` computes with the weights in hos
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -250,7 +251,8 @@ def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
         yield from (group for group in (parted, [step for step in alike if step.is_whole]) if group)
 
 
-def _worthwhile_steps(rates: Rates, sizes: Sizes) -> list[_Step]:
+@lru_cache(maxsize=256)  # a model's plans differ in memory alone
+def _worthwhile_steps(rates: Rates, sizes: Sizes) -> tuple[_Step, ...]:
     """Return the steps that shorten matmuls, in order of falling gain per byte."""
     width = max(sizes.rows // _STEPS // sizes.unit, 1) * sizes.unit
     points = [
@@ -274,7 +276,7 @@ def _worthwhile_steps(rates: Rates, sizes: Sizes) -> list[_Step]:
             ]
             is_whole = end[0] == sizes.rows or max(above, default=0.0) > _STRAIGHT * (start[1] - end[1])
             steps.append(_Step(sizes, start[0], end[0], -slope / bytes_per_row, is_whole))
-    return steps
+    return tuple(steps)
 
 
 def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:

@@ -3,12 +3,13 @@
     GPU memory                                                    host memory
     | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
 
-If all weights fit beside the iteration and a little KV, they are all resident. Otherwise the plan suits one
-chat of 4,096 tokens. Its KV is either on the GPU, or in host memory, where the CPU attends; then more weights
-are resident. The faster alternative, as predicted, decides the memory for weights.
+If all weights fit beside the iteration and a little KV, they are all resident. Otherwise plans compete that
+have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The KV of longer chats is in host
+memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
+lose little.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -26,6 +27,7 @@ from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     layer_matrices,
+    least_gpu_bytes,
     plan_weights,
     slotted_experts,
     weight_times,
@@ -49,7 +51,8 @@ from neo_desktop.models.stored_form import uniform_form
 # Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
-CHAT_TOKENS = 4096  # context of the chat that the plan is made for
+CHAT_TOKENS = 4096  # context of a usual chat
+MOST_LOSS = 0.05  # most speed that a usual chat loses to longer ones; without fixed times, so it is some 3 %
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -138,14 +141,12 @@ class _Memory:
         limits = limits_of(options, device)
         cap = options.gpu_memory_bytes
         assert free.gpu_bytes is not None
-        gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
-        needed = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
-        tokens = options.gpu_cache_tokens or min(CHAT_TOKENS, config.max_context_tokens)
-        beside = needed + tokens * config.kv_bytes_per_token(dtype)
-        needed += num_slots(config, limits.max_batch_requests, int(beside / (1 - SHARE))) * config.state_bytes
-        self._room = gpu_bytes - needed  # for weights and KV
+        self._gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
+        self._iteration_bytes = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
+        self._most_requests = limits.max_batch_requests
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
+        self._short_tokens = min(SHORT_TOKENS, config.max_context_tokens)
         self._weights = config.weight_bytes(dtype, form)
         self._tiers = get_policy(options.policy).tiers
         self._matrices = layer_matrices(config, form, dtype)
@@ -156,25 +157,31 @@ class _Memory:
         return self._find_rates()
 
     def best_plan(self) -> WeightPlan | None:
-        """Return the fastest plan for one chat; None: all weights fit."""
-        if self._weights + self._least_gpu_kv() <= self._room:
+        """Return the best plan for chats, see above; None: all weights fit."""
+        if self._weights <= self._room(self._least_tokens):
             return None
-        plans: list[tuple[float, WeightPlan]] = []
-        for tier in self._tiers:
-            gpu_kv = self._gpu_kv(tier)
-            try:
-                plan = self._planned(self._room - self._streaming - gpu_kv)
-            except MemoryError:
-                if tier is self._tiers[-1] and not plans:
-                    raise
-                continue
-            ms = weight_times(self._matrices, plan, self.rates, 1).ms + self._attention_ms(tier)
-            plans.append((ms, plan))
-        return min(plans, key=lambda each: each[0])[1]
+        plans = [self._planned(self._room(tokens) - self._streaming) for tokens in self._device_tokens]
+        # Plans with the speeds of chats. If host memory has room for none, the first one is refused later.
+        found = [
+            (plan, self._speeds(plan, tokens))
+            for plan, tokens in zip(plans, self._device_tokens, strict=True)
+            if self._host_room(plan) >= 0
+        ]
+        if not found:
+            return plans[0]
+        best = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
+
+        def worth(speeds: Sequence[float]) -> float:
+            """Return the sum of the speeds relative to the best; 0: a usual chat loses too much."""
+            if speeds[0] < (1 - MOST_LOSS) * best[0]:
+                return 0.0
+            return sum(speed / most for speed, most in zip(speeds, best, strict=True) if most)
+
+        return max(found, key=lambda each: worth(each[1]))[0]
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the plan with at most `gpu_bytes` of weights on the GPU."""
-        most = self._room - self._streaming - self._least_gpu_kv()
+        most = self._room(self._least_tokens) - self._streaming
         if gpu_bytes > most:
             raise MemoryError(
                 f"{gpu_bytes / GIB:.2f} GiB of weights were requested for GPU memory, but beside iterations "
@@ -188,17 +195,25 @@ class _Memory:
 
         Raises MemoryError if they do not fit.
         """
-        kv = self._short_kv() + self._buffers if any(tier.host_attends for tier in self._tiers) else 0
-        free = int(self._host_bytes * MOST_HOST_SHARE)
-        if plan.host_bytes + kv > free:
-            smaller = self._smaller(self._room - self._streaming - self._least_gpu_kv() + free - kv)
+        room = self._host_room(plan)
+        if room < 0:
+            free = int(self._host_bytes * MOST_HOST_SHARE)
+            rest = room + plan.host_bytes
+            smaller = self._smaller(self._room(self._least_tokens) - self._streaming + rest)
             raise MemoryError(
                 f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
                 f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "
                 f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
                 "programs or choose a smaller model"
             )
-        return free - kv - plan.host_bytes
+        return room
+
+    def _host_room(self, plan: WeightPlan) -> int:
+        """Return the bytes of host memory that the plan and some KV leave."""
+        room = int(self._host_bytes * MOST_HOST_SHARE) - plan.host_bytes
+        if any(tier.host_attends for tier in self._tiers):
+            room -= self._short_tokens * self._token_bytes + self._buffers
+        return room
 
     def _smaller(self, room: int) -> str:
         """Suggest a quantisation that GPU and host memory hold together, as the start of a sentence."""
@@ -211,29 +226,60 @@ class _Memory:
     def _planned(self, gpu_bytes: int) -> WeightPlan:
         return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self.rates)
 
-    def _gpu_kv(self, tier: KVTier) -> int:
-        """Return the GPU memory for KV if the chat's KV is in this tier."""
-        if self._options.gpu_cache_tokens is not None:
-            return self._options.gpu_cache_tokens * self._token_bytes
-        if tier.in_host_memory:
-            return self._least_gpu_kv()
-        tokens = min(CHAT_TOKENS, self._config.max_context_tokens)
-        run = BLOCK_SIZE * BLOCKS_PER_RUN
-        return -(-tokens // run) * run * self._token_bytes
+    @cached_property
+    def _chats(self) -> list[int]:
+        """The lengths of chats, in tokens, from the usual one on."""
+        most = self._config.max_context_tokens
+        doublings = range((most // CHAT_TOKENS).bit_length())
+        return [CHAT_TOKENS << each for each in doublings] or [most]
 
-    def _least_gpu_kv(self) -> int:
+    @cached_property
+    def _least_tokens(self) -> int:
+        """The least number of tokens whose KV has room on the GPU."""
         if all(tier.in_host_memory for tier in self._tiers):
             return 0
-        if self._options.gpu_cache_tokens is not None:
-            return self._options.gpu_cache_tokens * self._token_bytes
-        return self._short_kv()
+        asked = self._options.gpu_cache_tokens
+        return self._short_tokens if asked is None else asked
 
-    def _short_kv(self) -> int:
-        return min(SHORT_TOKENS, self._config.max_context_tokens) * self._token_bytes
+    @cached_property
+    def _device_tokens(self) -> list[int]:
+        """The numbers of tokens whose KV plans have room for on the GPU, the smallest first."""
+        if self._options.gpu_cache_tokens is not None or not self._least_tokens:
+            return [self._least_tokens]
+        always = least_gpu_bytes(self._config, self._form, self._dtype)
+        fitting = [tokens for tokens in self._chats if self._room(tokens) - self._streaming >= always]
+        return fitting or [self._least_tokens]
 
-    def _attention_ms(self, tier: KVTier) -> float:
-        """Return the time to read the chat's KV per output token."""
-        nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
+    def _room(self, device_tokens: int) -> int:
+        """Return the GPU memory for weights beside iterations, states, and this KV."""
+        run = BLOCK_SIZE * BLOCKS_PER_RUN
+        kv = -(-device_tokens // run) * run * self._token_bytes
+        others = self._iteration_bytes + kv
+        slots = num_slots(self._config, self._most_requests, int(others / (1 - SHARE)))
+        return self._gpu_bytes - others - slots * self._config.state_bytes
+
+    def _speeds(self, plan: WeightPlan, device_tokens: int) -> list[float]:
+        """Return the output tokens per ms of one chat, for all `_chats`, without fixed times; 0: no room.
+
+        Args:
+            device_tokens: longer chats have their KV in host memory.
+        """
+        ms = weight_times(self._matrices, plan, self.rates, 1).ms
+        return [
+            max(
+                (
+                    1 / (ms + self._attention_ms(tier, tokens))
+                    for tier in self._tiers
+                    if tier.in_host_memory or tokens <= device_tokens
+                ),
+                default=0.0,
+            )
+            for tokens in self._chats
+        ]
+
+    def _attention_ms(self, tier: KVTier, tokens: int) -> float:
+        """Return the time to read a chat's KV per output token."""
+        nbytes = self._config.attended_tokens(tokens) * self._token_bytes
         if tier.is_streamed:
             return 1e3 * nbytes / self.rates.bus_bytes_per_s
         if not tier.host_attends:

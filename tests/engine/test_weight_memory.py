@@ -9,7 +9,7 @@ from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
-from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
+from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices, weight_times
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.weight_memory import plan_memory
@@ -44,7 +44,7 @@ def plan(
 
 
 def test_weights_that_fit_beside_a_little_kv_all_stay_on_the_gpu() -> None:
-    least = (WEIGHTS + needed(EngineOptions()) + 1000 * TOKEN) / GIB
+    least = (WEIGHTS + needed(EngineOptions()) + 1024 * TOKEN) / GIB
     assert plan(least + 0.01) is None
     assert plan(least - 0.01) is not None
     assert plan(40) is None
@@ -61,19 +61,46 @@ def test_a_model_that_does_not_fit_leaves_room_for_what_runs_beside_it() -> None
     assert alone.gpu_bytes <= 12 * GIB - needed(options) - STREAMING_BYTES - 4096 * TOKEN
 
 
-@pytest.mark.parametrize("name", ["qwen3.8-27b", "qwen3.6-35b-a3b"])
-@pytest.mark.parametrize("gpu_tokens", [None, 32_768])
-def test_a_split_hybrid_leaves_room_for_states_and_kv(name: str, gpu_tokens: int | None) -> None:
-    config, options = TRACED_SHAPES[name], EngineOptions(gpu_cache_tokens=gpu_tokens)
-    form, free = uniform_form(config, "Q4_K").on_gpu(dispatch), FreeMemory(64 * GIB, 12 * GIB)
+def hybrid(name: str, host_bytes: int = 64 * GIB, **given: object) -> WeightPlan:
+    """Plan a model in Q4_K on a card of 12 GiB; experts stay."""
+    config, options = TRACED_SHAPES[name], EngineOptions(move_experts="off", **given)  # type: ignore[arg-type]
+    form, free = uniform_form(config, "Q4_K").on_gpu(dispatch), FreeMemory(host_bytes, 12 * GIB)
     found = plan_memory(config, form, torch.bfloat16, CUDA, options, lambda: RATES, free)
     assert found is not None
-    weights = found.gpu_bytes + streaming_bytes(layer_matrices(config, form, torch.bfloat16))
-    limits = budget.limits_of(options, CUDA)
-    states = num_slots(config, limits.max_batch_requests, 12 * GIB - weights) * config.state_bytes
-    left = 12 * GIB - weights - states - DEVICE_RESERVE_BYTES
-    left -= activation_bytes(config, limits, torch.bfloat16)
-    assert left >= (gpu_tokens or 1000) * config.kv_bytes_per_token(torch.bfloat16)
+    return found
+
+
+def kv_tokens(name: str, found: WeightPlan) -> float:
+    """Return the tokens whose KV has room on that card beside weights and states."""
+    config, limits = TRACED_SHAPES[name], budget.limits_of(EngineOptions(), CUDA)
+    form = uniform_form(config, "Q4_K").on_gpu(dispatch)
+    left = 12 * GIB - found.gpu_bytes - streaming_bytes(layer_matrices(config, form, torch.bfloat16))
+    left -= num_slots(config, limits.max_batch_requests, left) * config.state_bytes
+    left -= DEVICE_RESERVE_BYTES + activation_bytes(config, limits, torch.bfloat16)
+    return left / config.kv_bytes_per_token(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("qwen3.8-27b", 4096), ("qwen3.6-35b-a3b", 16_384), ("nemotron-3-nano", 32_768)]
+)
+def test_room_for_the_kv_of_long_chats_costs_a_usual_chat_little(name: str, least: int) -> None:
+    found, usual = hybrid(name), hybrid(name, gpu_cache_tokens=4096)
+    assert kv_tokens(name, found) >= least
+    assert kv_tokens(name, usual) >= 4096
+    matrices = layer_matrices(
+        TRACED_SHAPES[name], uniform_form(TRACED_SHAPES[name], "Q4_K").on_gpu(dispatch), torch.bfloat16
+    )
+    found_ms, usual_ms = (weight_times(matrices, each, RATES, 1).ms for each in (found, usual))
+    assert found_ms < 1.06 * usual_ms
+    assert kv_tokens(name, hybrid(name, gpu_cache_tokens=65_536)) >= 65_536  # for any price
+
+
+def test_long_chats_get_no_room_that_host_memory_lacks_for_weights() -> None:
+    name = "qwen3.6-35b-a3b"
+    usual = hybrid(name, gpu_cache_tokens=4096)
+    assert hybrid(name).host_bytes > usual.host_bytes + 0.2e9
+    found = hybrid(name, host_bytes=int((usual.host_bytes + 0.2e9) / 0.9))
+    assert usual.host_bytes <= found.host_bytes <= usual.host_bytes + 0.2e9
 
 
 def test_a_cap_on_gpu_memory_holds_for_weights_too() -> None:
