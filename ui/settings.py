@@ -100,7 +100,8 @@ def applied(settings: Settings, values: Sequence[Any]) -> tuple[Settings, list[s
     refusals = []
     names = ("system_prompt", *(name for name, *_ in NUMBERS))
     for name, value in zip(names, values, strict=True):
-        changed = replace(settings, **{name: None if value == "" else value})
+        field: dict[str, Any] = {name: None if value == "" else value}
+        changed = replace(settings, **field)
         try:
             check_settings(changed)
         except (SettingError, NotPossibleError) as error:
