@@ -12,8 +12,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 
 from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
-from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.engines.metrics import EngineCollector
+from neo_desktop.app.engines.service import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.errors import NoModelError, ServiceError
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.news import News

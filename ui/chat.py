@@ -155,8 +155,7 @@ class ChatView:
                 content = await asyncio.to_thread(read_upload, path)
                 attached.append((await self.chats.attach(Path(path).name, content)).id)
             await self.ask(look, text, attached)
-        for path in files:  # not before: a refused question stays in the box with its files
-            Path(path).unlink(missing_ok=True)
+        # Gradio deletes the files a day later: another page may have attached the same one, under this path.
         return {"text": "", "files": []}
 
     async def ask(self, look: Look, text: str, attachment_ids: list[str]) -> None:

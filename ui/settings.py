@@ -1,10 +1,14 @@
 """The settings of a chat: system prompt, and how tokens are drawn."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
-from neo_desktop.app.chats.messages import Chat, Settings
+from neo_desktop.app.chats.chats import check_settings
+from neo_desktop.app.chats.messages import Chat, NotPossibleError, Settings
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.look import Look
@@ -63,10 +67,11 @@ class SettingsView:
 
     async def keep(self, look: Look, *values: Any) -> None:
         """Write the settings down."""
-        prompt, *numbers = values
-        named = dict(zip((name for name, *_ in NUMBERS), numbers, strict=True))
-        servers = _settings(await self._chat.present(look)).servers
-        await self._set(look, Settings(system_prompt=prompt or None, servers=servers, **named))
+        settings, refusals = applied(_settings(await self._chat.present(look)), values)
+        await self._set(look, settings)
+        if refusals:
+            with telling():
+                raise NotPossibleError("; ".join(refusals))
 
     async def clear(self, look: Look) -> list[Any]:
         """Take the model's own settings."""
@@ -88,6 +93,22 @@ class SettingsView:
         """Return what each component shows for a chat; a new chat has the model's own settings."""
         settings = _settings(chat)
         return dict(zip(self.fields, self.values(settings), strict=True)) | self.tools.shown(settings)
+
+
+def applied(settings: Settings, values: Sequence[Any]) -> tuple[Settings, list[str]]:
+    """Return the settings with the valid ones of the values that a page shows, and why others are refused."""
+    refusals = []
+    names = ("system_prompt", *(name for name, *_ in NUMBERS))
+    for name, value in zip(names, values, strict=True):
+        field: dict[str, Any] = {name: None if value == "" else value}
+        changed = replace(settings, **field)
+        try:
+            check_settings(changed)
+        except (SettingError, NotPossibleError) as error:
+            refusals.append(str(error))
+        else:
+            settings = changed
+    return settings, refusals
 
 
 def _settings(chat: Chat | None) -> Settings:

@@ -146,7 +146,6 @@ class Sidebar:
         """Import chats."""
         with telling():
             ids = await self._chats.add(await asyncio.to_thread(read_upload, path))
-        Path(path).unlink(missing_ok=True)
         gr.Info(f"Imported {len(ids)} chat{'' if len(ids) == 1 else 's'}.")
         if ids:
             self._chat.go(look, ids[0])

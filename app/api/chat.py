@@ -118,13 +118,10 @@ class ChatCompletionRequest(GenerationRequest):
             raise PydanticCustomError("pair", "has top_logprobs, which needs logprobs to be true")
         return self
 
-    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        return self._sampling_params(
-            defaults,
-            self.max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prediction=None if self.prediction is None else self.prediction.content,
-        )
+    def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        prediction = None if self.prediction is None else self.prediction.content
+        return super().sampling_params(defaults, logprobs=logprobs, prediction=prediction, **more)
 
     def conversation(self, template: str | None) -> Conversation:
         """The chat, for the model with this template."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fastapi.responses import Response
 
@@ -36,9 +37,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # unless false, the tokenizer puts its special tokens around texts
 
-    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        max_tokens = MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self._sampling_params(defaults, max_tokens, logprobs=self.logprobs)
+    def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
+        asked = {"max_tokens": MAX_TOKENS} if self.max_tokens is None else {}
+        return super().sampling_params(defaults, logprobs=self.logprobs, **asked, **more)
 
 
 async def answer(service: EngineService, body: CompletionRequest) -> Response:

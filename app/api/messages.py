@@ -16,19 +16,17 @@ from neo_desktop.app.api.message_blocks import (
     system_text,
 )
 from neo_desktop.app.api.replies import new_id
+from neo_desktop.app.api.sampling import SampledRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, prepare, thinking_fields, thought_tokens
 from neo_desktop.app.generate.json_stream import complete_members
 from neo_desktop.app.generate.outputs import Answer, Outputs, TokensUsed, begin, collect
-from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.engine.errors import ContextLengthError, SettingError
-from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.models.config import GenerationDefaults
 
 
 class Choice(Model):
@@ -88,23 +86,13 @@ class CountTokensRequest(Model):
         )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, SampledRequest):
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop: list[str] | None = Field(default=None, alias="stop_sequences")
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-
-    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        return sampling_params(
-            defaults,
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-        )
 
 
 async def answer(service: EngineService, body: MessagesRequest) -> Response:

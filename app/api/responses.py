@@ -13,11 +13,11 @@ from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, SchemaFormat, Ski
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, ItemReference, ResponseTool, ResponseTools, for_template
+from neo_desktop.app.api.sampling import SampledRequest
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.generate.conversation import Conversation, thinking_fields, thought_tokens
 from neo_desktop.app.generate.outputs import Outputs, begin
-from neo_desktop.app.generate.sampling import sampling_params
 from neo_desktop.app.generate.structure import Structure
 from neo_desktop.app.generate.tools import CHOICES, ToolChoice
 from neo_desktop.app.web.connection import EventStream
@@ -63,7 +63,7 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesRequest(Model):
+class ResponsesRequest(SampledRequest):
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])]
     instructions: str | None = None
@@ -72,10 +72,10 @@ class ResponsesRequest(Model):
     stream: bool | None = None
     include: list[str] | None = None  # the rest is of items that never come
 
-    max_output_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, alias="max_output_tokens")
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(default=None, alias="top_logprobs")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -90,22 +90,10 @@ class ResponsesRequest(Model):
     metadata: dict[str, str] | None = None  # it comes back with the response
     image: Any = None  # how images are read; there are none
 
-    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
-        logprobs = self.top_logprobs
-        if logprobs is None and _LOGPROBS in (self.include or ()):
-            logprobs = 0
-        try:
-            return sampling_params(
-                defaults,
-                max_tokens=self.max_output_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logprobs=logprobs,
-            )
-        except SettingError as error:
-            raise error.named({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}) from error
+    def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
+        is_included = _LOGPROBS in (self.include or ())
+        logprobs = 0 if self.logprobs is None and is_included else self.logprobs
+        return super().sampling_params(defaults, logprobs=logprobs, **more)
 
     def conversation_of(
         self, items: Sequence[Item], tools: ResponseTools, template: str | None
@@ -155,7 +143,7 @@ class ResponsesRequest(Model):
             "error": None,
             "incomplete_details": None,
             "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+            "max_output_tokens": self.max_tokens,
             "metadata": self.metadata or {},
             "model": model,
             "output": [],
@@ -170,7 +158,7 @@ class ResponsesRequest(Model):
             "tools": [
                 tool.model_dump(by_alias=True) for tool in self.tools or () if not isinstance(tool, Skipped)
             ],
-            "top_logprobs": self.top_logprobs or 0,
+            "top_logprobs": self.logprobs or 0,
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,

@@ -6,16 +6,16 @@ from pydantic import Field
 
 from neo_desktop.app.api.fields import Json, Model, SchemaFormat, described
 from neo_desktop.app.errors import ApiError
-from neo_desktop.app.generate.sampling import sampling_params
+from neo_desktop.app.generate.outputs import sampling_params
 from neo_desktop.app.generate.structure import Kind, Source, Structure
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
-# Settings that have the engine's names.
-SAME = (
-    *("n", "seed", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p"),
-    *("repetition_penalty", "stop_token_ids", "ignore_eos"),
+# The engine's names of settings.
+SETTINGS = (
+    *("max_tokens", "n", "seed", "stop", "temperature", "top_p", "top_k", "presence_penalty"),
+    *("frequency_penalty", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"),
 )
 TokenId = Annotated[int, Field(strict=False, ge=0, lt=10**9)]  # JSON writes it as text
 
@@ -43,7 +43,20 @@ class ResponseFormat(Model):
     schema_: Json | None = Field(default=None, alias="schema")
 
 
-class GenerationRequest(Model):
+class SampledRequest(Model):
+    """Fields have the engine's names of settings; a protocol's own name is the field's alias."""
+
+    def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
+        """Return the settings; what is null is the model's own recommendation."""
+        fields = type(self).model_fields
+        values = {name: getattr(self, name) for name in SETTINGS if name in fields}
+        try:
+            return sampling_params(defaults, **values | more)
+        except SettingError as error:
+            raise error.named({name: one.alias for name, one in fields.items() if one.alias}) from error
+
+
+class GenerationRequest(SampledRequest):
     """The common fields of chats and raw completions."""
 
     model: str | None = None  # None: the model that is served
@@ -104,19 +117,14 @@ class GenerationRequest(Model):
             raise ApiError(400, message, param=asked[1].field)
         return asked[0] if asked else None
 
-    def _sampling_params(
-        self, defaults: GenerationDefaults, max_tokens: int | None, **more: Any
-    ) -> SamplingParams:
-        """Return the settings; what is null is the model's own recommendation."""
-        return sampling_params(
-            defaults,
-            max_tokens=None if max_tokens == -1 else max_tokens,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            logit_bias=self.logit_bias or None,
-            speculation=self.speculation != "off",
-            **{name: getattr(self, name) for name in SAME},
-            **more,
-        )
+    def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
+        changed: dict[str, Any] = {
+            "max_tokens": None if self.max_tokens == -1 else self.max_tokens,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "logit_bias": self.logit_bias or None,
+            "speculation": self.speculation != "off",
+        }
+        return super().sampling_params(defaults, **changed | more)
 
 
 def _structures(form: ResponseFormat) -> list[Structure]:

@@ -19,7 +19,7 @@ from neo_desktop.app.chats.tool_calls import MAX_ROUNDS, ToolCalls, for_model
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, EngineRestartingError, ServiceStoppedError
-from neo_desktop.app.generate import outputs, sampling
+from neo_desktop.app.generate import outputs
 from neo_desktop.app.generate.conversation import Begun, Conversation
 from neo_desktop.app.mcp.config import McpError
 from neo_desktop.app.mcp.servers import McpServers
@@ -188,7 +188,7 @@ class Answers:
             begun=Begun(message.thought, message.text),
         )
         # What the chat does not set is the model's own.
-        params = sampling.sampling_params(service.sampling_defaults, **settings.sampling())
+        params = outputs.sampling_params(service.sampling_defaults, **settings.sampling())
         async with await outputs.begin(service, conversation, params, cuts_max_tokens=True) as answer:
             growing.begin(answer, service.model_name)
             async for step in answer:

@@ -65,7 +65,7 @@ class Chats:
 
     async def create(self, settings: Settings) -> Chat:
         """Return a new chat without messages; SettingError, NotPossibleError: a value is out of range."""
-        _check(settings)
+        check_settings(settings)
         return await self._change(self._store.create, settings)
 
     async def change(
@@ -77,7 +77,7 @@ class Chats:
         leaf_id: str | None = None,
     ) -> None:
         """Change what is given, see `ChatStore.change`; errors as of `create`."""
-        _check(settings or Settings())
+        check_settings(settings or Settings())
         await self._change(self._store.change, chat_id, title=title, settings=settings, leaf_id=leaf_id)
 
     async def delete(self, chat_id: str) -> None:
@@ -123,6 +123,7 @@ class Chats:
         self._news.tell(CHATS)
 
 
-def _check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
+    """Raise SettingError or NotPossibleError if a value is out of range."""
     check_length(settings.system_prompt or "")
     SamplingParams(**settings.sampling())

@@ -1,13 +1,13 @@
 """One answer while it is being written: its text, thought and calls, and how fast they come."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from neo_desktop.app.chats.messages import Figures, Message, State
 from neo_desktop.app.chats.rounds import CallState, Round, ToolCall
-from neo_desktop.app.generate.calls import CallArguments, CallStart, Piece, Text, Thought
-from neo_desktop.app.generate.outputs import Call, Outputs, Step
+from neo_desktop.app.generate.calls import Piece, Thought
+from neo_desktop.app.generate.outputs import Answer, Outputs, Step
 
 
 class GrowingAnswer:
@@ -17,7 +17,7 @@ class GrowingAnswer:
         self.message = message
         self.saved = message
         self._outputs: Outputs | None = None  # once the engine has accepted it
-        self._calls: list[Call] = []  # of this round
+        self._answer = Answer()  # of this round
         self._earlier = message.figures or Figures()
         self._earlier_thought_s = message.thought_s
         self._earlier_output_tokens = 0  # of earlier rounds, that are now part of the prompt
@@ -31,7 +31,6 @@ class GrowingAnswer:
     def begin(self, outputs: Outputs, model: str) -> None:
         """Take the outputs that the engine will write, by the model of this name."""
         self._outputs = outputs
-        self._calls.clear()
         self._earlier = self.message.figures or Figures()
         self._earlier_thought_s = self.message.thought_s
         self._thinks_since_s, self._first_s, self._num_tokens = None, None, 0
@@ -39,9 +38,9 @@ class GrowingAnswer:
             self._earlier_output_tokens = self._earlier.output_tokens or 0
             self._earlier = replace(self._earlier, prompt_tokens=None)
         figures = replace(self._earlier, model=model, finish_reason=None, tokens_per_s=None)
-        text = "".join(piece.text for piece in outputs.begun if isinstance(piece, Text))
-        thought = "".join(piece.text for piece in outputs.begun if isinstance(piece, Thought))
-        self.message = replace(self.message, thought=thought, text=text, figures=figures)
+        self._answer = answer = Answer()
+        answer.take(outputs.begun)
+        self.message = replace(self.message, thought=answer.thought, text=answer.text, figures=figures)
 
     def add(self, step: Step) -> None:
         now_s = time.perf_counter()
@@ -57,7 +56,7 @@ class GrowingAnswer:
         message = self.message
         if message.figures is None or message.figures.finish_reason != "tool_calls":
             return False
-        calls = tuple(ToolCall(call.call_id, call.name, call.arguments) for call in self._calls)
+        calls = tuple(ToolCall(call.call_id, call.name, call.arguments) for call in self._answer.calls)
         ended = Round(calls, message.text, message.thought, message.thought_s)
         rounds = (*message.rounds, ended)
         self.message = replace(message, rounds=rounds, text="", thought="", thought_s=None)
@@ -84,23 +83,16 @@ class GrowingAnswer:
             self._take(self._outputs.flush(), time.perf_counter())
         self.message = replace(self.message, state=state, error=error)
 
-    def _take(self, pieces: Iterable[Piece], now_s: float) -> None:
-        thought, text, thought_s = self.message.thought, self.message.text, self.message.thought_s
-        for piece in pieces:
-            if isinstance(piece, Thought):
-                self._thinks_since_s = self._thinks_since_s or self._first_s or now_s
-                thought += piece.text
-            elif isinstance(piece, Text):
-                text += piece.text
-            elif isinstance(piece, CallStart):
-                self._calls.append(Call(piece.call_id, piece.name))
-            elif isinstance(piece, CallArguments):
-                self._calls[piece.number].arguments += piece.text
+    def _take(self, pieces: Sequence[Piece], now_s: float) -> None:
+        answer, thought_s = self._answer, self.message.thought_s
+        answer.take(pieces)
+        if any(isinstance(piece, Thought) for piece in pieces):
+            self._thinks_since_s = self._thinks_since_s or self._first_s or now_s
         if self._thinks_since_s is not None:
             thought_s = (self._earlier_thought_s or 0.0) + now_s - self._thinks_since_s
-            if text or self._calls:
+            if answer.text or answer.calls:
                 self._thinks_since_s = None
-        self.message = replace(self.message, thought=thought, text=text, thought_s=thought_s)
+        self.message = replace(self.message, thought=answer.thought, text=answer.text, thought_s=thought_s)
 
     def _figures(self, step: Step) -> Figures:
         assert self._outputs is not None

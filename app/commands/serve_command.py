@@ -13,8 +13,7 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.commands.options import ServerOptions
 from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.engines.limits import ServerLimits
-from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.engines.service import EngineService, ServerLimits
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader

@@ -10,6 +10,7 @@ The same loop runs in a thread of this process and in a process of its own.
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +130,40 @@ class EngineLoop:
                 logger.error("a request could not be taken", exc_info=refused)
             error = msg.portable(refused)
         self._emit([msg.Answered(command.ticket, value, error)])
+
+
+class EngineThread:
+    """A way to an engine that belongs to a thread, from `start` to the thread's end; see `EngineProcess`."""
+
+    is_process = False
+    timeout_s: float | None = None  # it could not be ended anyway
+
+    def __init__(self, engine: msg.ServedEngine) -> None:
+        self.facts = msg.EngineFacts.of(engine)
+        self._engine = engine
+        self._loop: EngineLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, receive: msg.Receiver) -> None:
+        self._loop = EngineLoop(self._engine, receive)
+        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def send(self, command: msg.Command) -> None:
+        assert self._loop is not None
+        self._loop.take(command)
+
+    def kill(self, reason: str) -> None:
+        """A thread cannot be ended: does nothing."""
+
+    def close(self) -> None:
+        if self._thread is not None:
+            assert self._loop is not None
+            if self._loop.is_over:
+                self._thread.join()
+            if self._thread.is_alive():
+                return
+        self._engine.close()
 
 
 def _ended(error: Exception) -> str:

@@ -13,19 +13,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 from neo_desktop.app import errors
 from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.images import SeenImages
-from neo_desktop.app.engines.limits import DEFAULT_LIMITS, ServerLimits
+from neo_desktop.app.engines.loop import EngineThread
 from neo_desktop.app.engines.metrics import ServiceMetrics
 from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.input_processor import Prompt
@@ -40,9 +41,46 @@ logger = logging.getLogger(__name__)
 SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
+MAX_SEEN_BYTES = 256 << 20  # of images
 
 EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """A client that exceeds a limit gets its value in the error."""
+
+    max_body_bytes: int = 32 * 2**20  # of a request
+    max_messages: int = 10_000  # of a chat
+    max_queued_requests: int = 1024  # outputs that may wait for their first token at the same time
+    request_timeout_s: float | None = None  # from a request's arrival to its last token; None: any time
+
+
+DEFAULT_LIMITS = ServerLimits()
+
+
+class SeenImages:
+    """The images used last, by their files."""
+
+    def __init__(self) -> None:
+        self._images: OrderedDict[bytes, SeenImage] = OrderedDict()
+        self._nbytes = 0
+
+    async def get(self, data: bytes, see: Callable[[], Awaitable[SeenImage]]) -> SeenImage:
+        """Return a file's image; call `see` if it is unknown."""
+        key = blake2b(data, digest_size=32).digest()
+        if key not in self._images:
+            image = await see()
+            if key not in self._images:  # another request may have asked meanwhile
+                self._images[key] = image
+                self._nbytes += image.nbytes
+        self._images.move_to_end(key)
+        found = self._images[key]
+        while self._nbytes > MAX_SEEN_BYTES and len(self._images) > 1:
+            _, oldest = self._images.popitem(last=False)
+            self._nbytes -= oldest.nbytes
+        return found
 
 
 class EngineService:

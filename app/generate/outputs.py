@@ -4,7 +4,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.service import EngineService
@@ -19,6 +19,7 @@ from neo_desktop.engine.grammar import from_enforceable
 from neo_desktop.engine.input_processor import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.thoughts import Thoughts, ThoughtSplitter, ends_thinking
 from neo_desktop.models.tokenizer import Tokenizer
 
@@ -182,7 +183,12 @@ class Answer:
     stopped_by: str | None = None
 
     def add(self, step: Step) -> None:
-        for piece in step.pieces:
+        self.take(step.pieces)
+        self.tokens += step.tokens
+        self.end, self.stopped_by = step.end, step.stopped_by
+
+    def take(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
             match piece:
                 case Text(text):
                     self.text += text
@@ -192,8 +198,6 @@ class Answer:
                     self.calls.append(Call(call_id, name))
                 case CallArguments(number, text):
                     self.calls[number].arguments += text
-        self.tokens += step.tokens
-        self.end, self.stopped_by = step.end, step.stopped_by
 
 
 async def collect(outputs: Outputs) -> list[Answer]:
@@ -202,6 +206,16 @@ async def collect(outputs: Outputs) -> list[Answer]:
         async for step in outputs:
             answers[step.index].add(step)
     return [answers[index] for index in sorted(answers)]
+
+
+def sampling_params(defaults: GenerationDefaults, **asked: Any) -> SamplingParams:
+    """Return what was asked for; what was left open (None) is the model's own recommendation."""
+    values: dict[str, Any] = {
+        "temperature": 0.0 if defaults.do_sample is False else defaults.temperature,
+        **{name: getattr(defaults, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty")},
+    }
+    values |= {name: value for name, value in asked.items() if value is not None}
+    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 
 async def begin(

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
+from neo_desktop.app.engines.loop import EngineThread
 from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.service import EngineLink, EngineService
-from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe, load_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue

@@ -13,8 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from neo_desktop.app.application import create_app
-from neo_desktop.app.engines.limits import ServerLimits
-from neo_desktop.app.engines.service import EngineLink, EngineService
+from neo_desktop.app.engines.service import EngineLink, EngineService, ServerLimits
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.server import Server, claim_port
 from neo_desktop.engine.engine import Engine

@@ -11,8 +11,7 @@ import openai
 import pytest
 
 import neo_desktop.app.engines.generation
-from neo_desktop.app.engines.limits import ServerLimits
-from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.engines.service import EngineService, ServerLimits
 from neo_desktop.app.errors import UnreadError
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.server import LimitedProtocol

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from neo_desktop.app.engines.thread import EngineThread
+from neo_desktop.app.engines.loop import EngineThread
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
 from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe

@@ -12,8 +12,7 @@ import pytest
 from seeds import seeds
 
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.limits import ServerLimits
-from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService
+from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService, ServerLimits
 from neo_desktop.app.errors import (
     EngineFailedError,
     RequestTimeoutError,

@@ -16,12 +16,14 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
+NO_MATMUL = ("kv_b_proj.weight", "embed_tokens_per_layer.weight")
 MTP = {  # a layer of multi-token prediction, as the converter writes it
     "blk.4.nextn.eh_proj.weight": torch.ones(64, 128),
     "blk.4.nextn.enorm.weight": torch.ones(64),
@@ -111,14 +113,19 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     weights = check_model(checkpoint, config)
     form = stored_form(weights, config)
     assert form.kept_types == {type_name}
-    of_latents = {name for name in weights.tensors if name.endswith("kv_b_proj.weight")}  # part is transposed
-    assert bool(form.without_kernel) == bool(of_latents)
-    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised} - of_latents
-    dense = {name for name, _ in config.each_matrix() if not form.named(name).parts}
-    assert not {name.removesuffix(".weight") for name in quantised} & dense
-    # Matmul inputs are rounded to 8 bits, which may change a token's experts or their groups.
-    share = 0.4 if family in ("deepseek-v3", "nemotron-h moe") else 0.2
-    assert_close(logits(path, tokens(20), keep=True), expected_logits(model, tokens(20)), share)
+    assert form.without_kernel == ()
+    matrices = matrices_of(config)
+    quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
+    # Attention to latents uses its weight per head, embeddings per layer are looked up: no matmul has them.
+    parameters = {name for name in weights.tensors if name.endswith(NO_MATMUL)}
+    assert quantised - {name for fused in matrices for name in fused.weights} == parameters
+    found, expected = logits(path, tokens(20), keep=True), expected_logits(model, tokens(20))
+    if any(fused.experts for fused in matrices):
+        # Matmul inputs are rounded to 8 bits: the experts of a few tokens change, and with them the logits.
+        errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() <= 0.2
+    else:
+        assert_close(found, expected, 0.2)
 
 
 def test_a_matrix_of_two_types_is_dequantised(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from ..chat_client import ChatClient
 from ..conftest import RunningServer
 from ..fake_engine import ScriptedExecutor
 from .conftest import ChatPage
@@ -111,6 +112,22 @@ def test_attachments_reach_the_model_and_what_cannot_be_read_is_refused(
     assert "the secret is 42" in bytes(list(executor.prompts.values())[-1][:2000]).decode()
 
 
+def test_a_file_attached_on_two_pages_belongs_to_both_questions(
+    chat: ChatPage, server: RunningServer, new_page: Callable[..., ChatPage], tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("the secret is 43")
+    pages = (chat, new_page(server.url))
+    for one in pages:
+        one.page.locator("#question input[type=file]").set_input_files([notes])
+        expect(one.page.locator("#question .thumbnail-item, #question .thumbnails button")).to_be_visible()
+    for one in pages:
+        one.ask("what is the secret?")
+        chat_id = one.page.url.rpartition("?chat=")[2]
+        question = ChatClient(server.url).chat(chat_id)["nodes"][0]
+        assert [file["text"] for file in question["attachments"]] == ["the secret is 43"]
+
+
 MARKUP = [
     "<script>window.hacked = 1</script>",
     "<img src=x onerror='window.hacked = 1'>",
@@ -201,10 +218,15 @@ def test_settings_are_kept_and_out_of_range_ones_are_refused(
     chat.page.locator("#temperature input").fill("1000")
     chat.page.locator("#temperature input").blur()
     expect(chat.page.get_by_text(re.compile("temperature must", re.IGNORECASE))).to_be_visible()
+    chat.page.locator("#top_k input").fill("7")  # valid beside a refused one
+    chat.page.locator("#top_k input").blur()
+    expect(chat.page.get_by_text(re.compile("temperature must", re.IGNORECASE))).to_have_count(2)
+    expect(chat.page.locator("#temperature input")).to_have_value("1000")
     chat.page.reload()
     chat.page.locator("#settings .toggle-button").click()
     expect(tokens).to_have_value("2")
+    expect(chat.page.locator("#top_k input")).to_have_value("7")
     expect(chat.page.locator("#temperature input")).to_have_value("")
     executor.answers = ["abcdef"]
     chat.ask("two")
-    assert executor.seen[-1].params.max_tokens == 2
+    assert (executor.seen[-1].params.max_tokens, executor.seen[-1].params.top_k) == (2, 7)
