@@ -15,7 +15,7 @@ from neo_desktop.engine.kernels.in_triton.chunked_scan import scan_chunks
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_tokens
 from neo_desktop.models.recurrent import Spans
 
-PROMPTS = ((1, 16), (1, 32), (1, 64), (1, 256), (1, 1024), (1, 4096), (8, 512))  # (requests, tokens of each)
+PROMPTS = ((1, 16), (1, 32), (1, 64), (1, 256), (1, 1024), (1, 4096), (8, 512))  # (requests, tokens per request)
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
@@ -37,7 +37,8 @@ def check_scans() -> None:
             rows = requests * tokens
             q, k = (normalize(torch.randn(rows, key_heads, key_dim, device=device), dim=-1) for _ in "qk")
             v = torch.randn(rows, heads, value_dim, device=device)
-            decay, beta = -0.1 * torch.rand(rows, heads, device=device), torch.rand(rows, heads, device=device)
+            decay, beta = torch.rand(2, rows, heads, device=device)
+            decay = -0.1 * decay
             first = torch.arange(0, rows, tokens, dtype=torch.int32)
             source = torch.arange(requests, dtype=torch.int32)
             table = torch.stack([first, first + tokens, source, source + requests], 1).to(device)

@@ -1,16 +1,18 @@
 """Scans of prompts: chunks of tokens by matmuls, for `recurrent.scan_state`.
 
-S is the state before a chunk, and p[i, j] the product of the decays of its tokens j + 1 to i, with j = -1 for
-all up to i. A token's update of the state is
+S is the state before a chunk. The product of the decays of tokens j + 1 to i is p[i, j], and p[i, -1] begins
+with the chunk's first token. A token updates the state by
 
-    D[i] = beta[i] * (v[i] - p[i, -1] * S^T k[i] - sum over j < i of p[i, j] * (k[i] . k[j]) * D[j]),
+    D[i] = beta[i] * (v[i] - p[i, -1] * S^T k[i] - sum over j < i of p[i, j] * (k[i] . k[j]) * D[j])
 
-so D = T (V - p[:, -1] * K S), where T is the inverse of a unit lower triangular matrix, times beta: the WY form
-of Gated DeltaNet (arXiv:2412.06464). Without the delta rule D = beta * V, Mamba-2's SSD (arXiv:2405.21060).
-The results are p[:, -1] * Q S + A D with A[i, j] = p[i, j] * (q[i] . k[j]) for j <= i, and the state becomes
+With T, the inverse of a unit lower triangular matrix times beta, D = T (V - p[:, -1] * K S). This is the WY
+form of Gated DeltaNet (arXiv:2412.06464). Without the delta rule D = beta * V, as in Mamba-2's SSD
+(arXiv:2405.21060).
+
+The results are p[:, -1] * Q S + A D, where A[i, j] = p[i, j] * (q[i] . k[j]) for j <= i. The next state is
 p[last, -1] * S + K^T (p[last, :] * D).
 
-`_within_chunks` computes A and T of all chunks at once. `_across_chunks` takes a head's state from chunk to
+`_within_chunks` computes A and T for every chunk at once. `_across_chunks` takes a head's state from chunk to
 chunk. Products are those of float32 without tensor cores: these need three products of TF32 for its digits,
 which spilled registers for 0.7 times as many instructions, and GeForce cards multiply TF32 no faster.
 Logarithms of decays are only added: differences of long sums would lose digits.
@@ -128,7 +130,7 @@ def _within_chunks(
     if IS_DELTA:
         factor = tl.load(beta + row, mask=is_token, other=0.0)
         system = tl.where(i > j, passed * likeness, 0.0) * factor[:, None]
-        # Blocks on the diagonal are inverted: of 1 token, 2, 4, and so on. A pair of them becomes one block by
+        # Blocks on the diagonal are inverted: single tokens, then pairs, and so on. Two blocks become one:
         # [[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]].
         inverse = tl.where(i == j, 1.0, 0.0)
         for level in range(LEVELS):
