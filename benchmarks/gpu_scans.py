@@ -15,7 +15,8 @@ from neo_desktop.engine.kernels.in_triton.chunked_scan import scan_chunks
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_tokens
 from neo_desktop.models.recurrent import Spans
 
-PROMPTS = ((1, 16), (1, 32), (1, 64), (1, 256), (1, 1024), (1, 4096), (8, 512))  # (requests, tokens per request)
+# Requests, tokens per request.
+PROMPTS = ((1, 16), (1, 32), (1, 64), (1, 256), (1, 1024), (1, 4096), (8, 512))
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
