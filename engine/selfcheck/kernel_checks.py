@@ -221,20 +221,22 @@ def check_recurrent(rig: Rig) -> Figures:
 def _check_spans(rig: Rig, compared: Comparison, table: tuple[tuple[int, ...], ...]) -> None:
     rows, longest = table[-1][1], max(end - first for first, end, *_ in table)
     spans = Spans(torch.tensor(table, dtype=torch.int32), longest)
-    x, out = torch.randn(rows, CHANNELS).to(rig.dtype), rig.zeros(rows, CHANNELS)
-    state = torch.randn(SLOTS, WIDTH - 1, CHANNELS)
+    generator = torch.Generator().manual_seed(rows)
+    normal, uniform = (partial(draw, generator=generator) for draw in (torch.randn, torch.rand))
+    x, out = normal(rows, CHANNELS).to(rig.dtype), rig.zeros(rows, CHANNELS)
+    state = normal(SLOTS, WIDTH - 1, CHANNELS)
     compared.run(
         partial(short_convolution, has_silu=True),
         partial(operators.short_convolution, has_silu=True),
-        (x, torch.randn(WIDTH, CHANNELS), torch.randn(CHANNELS), state, spans, out),
+        (x, normal(WIDTH, CHANNELS), normal(CHANNELS), state, spans, out),
         outputs=(3, 5),
         scratch=3,
     )
     for is_delta in (False, True):
-        q, k = (normalize(torch.randn(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
-        v, decay = torch.randn(rows, HEADS, VALUE_DIM).to(rig.dtype), -torch.rand(rows, HEADS)
-        beta = torch.rand(rows, HEADS)
-        state = torch.randn(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
+        q, k = (normalize(normal(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
+        v, decay = normal(rows, HEADS, VALUE_DIM).to(rig.dtype), -uniform(rows, HEADS)
+        beta = uniform(rows, HEADS)
+        state = normal(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
         arguments = q, k, v, decay, beta, state, spans, torch.empty_like(v)
         ours, theirs = (partial(scan, is_delta=is_delta) for scan in (scan_state, operators.scan_state))
         compared.run(ours, theirs, arguments, outputs=(5, 7), scratch=5)
