@@ -1,8 +1,9 @@
 """Positions of a tensor's numbers in row buffers, computed by running view operators on their addresses."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +42,32 @@ class Value:
         rows = torch.arange(ROWS).view(ROWS, *[1] * len(shape))
         address = buffer * _BUFFER + rows * _ROW + columns
         return cls(address.movedim(0, dim), dtype)
+
+
+class Complex(NamedTuple):
+    """A tensor of complex numbers."""
+
+    real: Value
+    imaginary: Value
+
+    @classmethod
+    def of(cls, pairs: Value) -> Self:
+        """Return the tensor whose numbers are pairs [..., 2]."""
+        return cls(*(replace(pairs, at=pairs.at[..., part]) for part in range(2)))
+
+    def pairs(self) -> Value:
+        """Return the numbers as pairs [..., 2]."""
+        return replace(self.real, at=torch.stack([part.at for part in self], dim=-1))
+
+    def times(self, other: Self, compute: Callable[[str, Value, Value], Value]) -> Self:
+        """Multiply by numbers; `compute`: an operator of two values by its name."""
+
+        def sum_of(op: str, one: Value, another: Value) -> Value:
+            first = compute("times", self.real, one)
+            return compute(op, first, compute("times", self.imaginary, another))
+
+        cls = type(self)
+        return cls(sum_of("subtract", *other), sum_of("add", other.imaginary, other.real))
 
 
 def row_dim(at: Tensor) -> int:
@@ -113,14 +140,21 @@ def moves_of(row: Tensor) -> list[Move]:
         alike.setdefault((address // _BUFFER, length), []).append((first, address % _ROW))
     moves = []
     for (buffer, length), runs_alike in alike.items():
-        strides = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(runs_alike)}
-        if len(strides) <= 1 and all(stride >= 0 for _, stride in strides):
-            to, stride = next(iter(strides), (length, length))
-            (first, column), *_ = runs_alike
-            moves.append(Move(Columns(buffer, column, stride), first, to, length, len(runs_alike)))
-        else:
-            moves += [
-                Move(Columns(buffer, column, length), first, length, length, 1)
-                for first, column in runs_alike
-            ]
+        for (first, column), (to, stride), count in _progressions(runs_alike, length):
+            moves.append(Move(Columns(buffer, column, stride), first, to, length, count))
     return moves
+
+
+def _progressions(
+    places: list[tuple[int, int]], length: int
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], int]]:
+    """Divide places into arithmetic progressions; yield the first place, the difference and the number."""
+    start, apart, count = places[0], (length, length), 1
+    for before, place in pairwise(places):
+        gap = place[0] - before[0], place[1] - before[1]
+        if gap[1] >= 0 and (count == 1 or gap == apart):
+            apart, count = gap, count + 1
+        else:
+            yield start, apart, count
+            start, apart, count = place, (length, length), 1
+    yield start, apart, count

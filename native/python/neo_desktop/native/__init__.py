@@ -44,7 +44,9 @@ from neo_desktop.native.hardware import (
 )
 from neo_desktop.native.operators import (
     add_rms_norm,
+    choose_experts,
     choose_tokens,
+    multiply_heads,
     rope,
     silu_mul,
 )
@@ -86,6 +88,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
+    "choose_experts",
     "choose_tokens",
     "cpu_features",
     "default_isa",
@@ -95,6 +98,7 @@ __all__ = [
     "follow_isa",
     "interleave_numa_nodes",
     "multiply_experts",
+    "multiply_heads",
     "num_threads_beside_gpu",
     "num_usable_cpus",
     "pack_quantised",

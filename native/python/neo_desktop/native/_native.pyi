@@ -78,7 +78,18 @@ def add_rms_norm(
     isa: str,
     /,
 ) -> None: ...
+def choose_experts(
+    logits: Tensor,
+    kind: tuple[bool, bool, float],
+    bias: Tensor | None,
+    factors: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    num_threads: int,
+    /,
+) -> None: ...
 def choose_tokens(logits: Tensor, tokens: Tensor, num_threads: int, /) -> None: ...
+def multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, num_threads: int, isa: str, /) -> None: ...
 def silu_mul(gate_up: Tensor, out: Tensor, num_threads: int, isa: str, /) -> None: ...
 def rope(
     heads: Tensor,
