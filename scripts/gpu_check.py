@@ -242,9 +242,10 @@ def measure_policies(
 
 def check_kernels() -> None:
     """Compare the kernels with torch, and their bandwidth with a copy's."""
-    from benchmarks import gpu_kernels  # it needs Triton
+    from benchmarks import gpu_kernels, gpu_scans  # they need Triton
 
     gpu_kernels.check_kernels()
+    gpu_scans.check_scans()
 
 
 def run_tests() -> None:

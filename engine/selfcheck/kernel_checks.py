@@ -53,7 +53,8 @@ MOST_HIDDEN = 1024  # limit for checks of experts: larger sizes use the same cod
 ROUNDED_BOUND = 0.02  # relative error of products whose inputs are rounded to 8 bits
 KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 4, 64, 48  # of recurrent layers
 CHANNELS, WIDTH = 200, 4
-SPANS, SLOTS = ((0, 5, 0, 3), (5, 6, 2, 2), (6, 40, -1, 1)), 5  # {first, end, source, target}
+SPANS, SLOTS = ((0, 5, 0, 3), (5, 6, 2, 2), (6, 46, -1, 1)), 5  # {first, end, source, target}
+SHORT_SPANS = SPANS[:2]  # too few tokens for chunks
 
 Kernel = Callable[[Rig], Figures]
 
@@ -211,26 +212,34 @@ def _check_best(logits: Tensor, chosen: Tensor) -> None:
 
 def check_recurrent(rig: Rig) -> Figures:
     """Check scans with and without the delta rule, and short convolutions: outputs and states."""
-    compared, rows = Comparison(rig), SPANS[-1][1]
-    spans = Spans(torch.tensor(SPANS, dtype=torch.int32), max(end - first for first, end, *_ in SPANS))
-    x, out = torch.randn(rows, CHANNELS).to(rig.dtype), rig.zeros(rows, CHANNELS)
-    state = torch.randn(SLOTS, WIDTH - 1, CHANNELS)
+    compared = Comparison(rig)
+    for table in (SHORT_SPANS, SPANS):
+        _check_spans(rig, compared, table)
+    return compared.figures(2 * HEADS * KEY_DIM * VALUE_DIM * 4 * len(SPANS))
+
+
+def _check_spans(rig: Rig, compared: Comparison, table: tuple[tuple[int, ...], ...]) -> None:
+    rows, longest = table[-1][1], max(end - first for first, end, *_ in table)
+    spans = Spans(torch.tensor(table, dtype=torch.int32), longest)
+    generator = torch.Generator().manual_seed(rows)
+    normal, uniform = (partial(draw, generator=generator) for draw in (torch.randn, torch.rand))
+    x, out = normal(rows, CHANNELS).to(rig.dtype), rig.zeros(rows, CHANNELS)
+    state = normal(SLOTS, WIDTH - 1, CHANNELS)
     compared.run(
         partial(short_convolution, has_silu=True),
         partial(operators.short_convolution, has_silu=True),
-        (x, torch.randn(WIDTH, CHANNELS), torch.randn(CHANNELS), state, spans, out),
+        (x, normal(WIDTH, CHANNELS), normal(CHANNELS), state, spans, out),
         outputs=(3, 5),
         scratch=3,
     )
     for is_delta in (False, True):
-        q, k = (normalize(torch.randn(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
-        v, decay = torch.randn(rows, HEADS, VALUE_DIM).to(rig.dtype), -torch.rand(rows, HEADS)
-        beta = torch.rand(rows, HEADS)
-        state = torch.randn(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
+        q, k = (normalize(normal(rows, KEY_HEADS, KEY_DIM), dim=-1).to(rig.dtype) for _ in range(2))
+        v, decay = normal(rows, HEADS, VALUE_DIM).to(rig.dtype), -uniform(rows, HEADS)
+        beta = uniform(rows, HEADS)
+        state = normal(SLOTS, HEADS, KEY_DIM, VALUE_DIM)
         arguments = q, k, v, decay, beta, state, spans, torch.empty_like(v)
         ours, theirs = (partial(scan, is_delta=is_delta) for scan in (scan_state, operators.scan_state))
         compared.run(ours, theirs, arguments, outputs=(5, 7), scratch=5)
-    return compared.figures(2 * state[0].nbytes * len(SPANS))
 
 
 def check_prompts(rig: Rig) -> Figures:

@@ -65,6 +65,8 @@ def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) 
         "_multiply_blocks",
         "_add_up",
         "_scan",
+        "_within_chunks",
+        "_across_chunks",
         "_convolve",
     )
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}

@@ -47,7 +47,8 @@ GROUPS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "others": (
         ["test_elementwise.py", "test_rope_append.py", "test_row_copy.py", "test_recurrent.py"],
-        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_scan", "_convolve"},
+        {"_add_rms_norm", "_gated", "_rope_append", "_copy_rows", "_convolve"}
+        | {"_scan", "_within_chunks", "_across_chunks"},
     ),
 }
 PYTEST = ["-m", "pytest", "-n", "0", "-q", "-p", "ptx.plugin", "-p", "no:cacheprovider", "--timeout=0"]

@@ -12,6 +12,7 @@ from neo_desktop.models.recurrent import Spans
 
 pytestmark = pytest.mark.usefixtures("kernel_level")
 PROMPTS = [(0, 20, -1, 2), (20, 21, 0, 0), (21, 24, 1, 4), (25, 45, 3, -1)]  # row 24 is padding
+CHUNKS = [(0, 37, -1, 2), (37, 38, 0, 0), (38, 86, 1, 4), (87, 95, 3, -1)]
 DECODES = [(0, 1, 3, 1), (1, 2, -1, 2), (2, 3, 0, 0), (3, 4, -1, -1)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3 * 2**-7}
 
@@ -29,8 +30,8 @@ def check(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("is_delta", [True, False])
-@pytest.mark.parametrize(("shared", "key_dim", "value_dim"), [(1, 16, 24), (3, 20, 7)])
-@pytest.mark.parametrize("spans", [PROMPTS, DECODES], ids=["prompts", "decodes"])
+@pytest.mark.parametrize(("shared", "key_dim", "value_dim"), [(1, 16, 24), (3, 20, 7), (2, 80, 24)])
+@pytest.mark.parametrize("spans", [PROMPTS, CHUNKS, DECODES], ids=["prompts", "chunks", "decodes"])
 def test_scans_equal_the_native_kernel(
     spans: list[tuple[int, ...]],
     shared: int,

@@ -161,12 +161,18 @@ def host_tiles(type_name: str, dtype: torch.dtype) -> None:
     unpack_quantised(type_name, packed, empty(1024, 4096, dtype=dtype))
 
 
+def scan(rows: int, keys: tuple[int, int], values: tuple[int, int], *, is_delta: bool) -> None:
+    """Compile a scan; keys and values: heads and their size."""
+    spans = Spans(empty(4, 4, dtype=torch.int32), rows)
+    q, v = empty(4 * rows, *keys, dtype=FP32), empty(4 * rows, *values, dtype=FP32)
+    decay, state = empty(*v.shape[:2], dtype=FP32), empty(8, values[0], keys[1], values[1], dtype=FP32)
+    scan_state(q, q, v, decay, decay, state, spans, torch.empty_like(v), is_delta=is_delta)
+
+
 def recurrent(dtype: torch.dtype, rows: int) -> None:
     """Compile DeltaNet and its convolution, as in Qwen3.5."""
+    scan(rows, (16, 128), (32, 128), is_delta=True)
     spans = Spans(empty(4, 4, dtype=torch.int32), rows)
-    q, v = empty(4 * rows, 16, 128, dtype=FP32), empty(4 * rows, 32, 128, dtype=FP32)
-    decay, state = empty(4 * rows, 32, dtype=FP32), empty(8, 32, 128, 128, dtype=FP32)
-    scan_state(q, q, v, decay, decay, state, spans, torch.empty_like(v), is_delta=True)
     x, weight = empty(4 * rows, 8192, dtype=dtype), empty(4, 8192, dtype=FP32)
     past = empty(8, 3, 8192, dtype=FP32)
     short_convolution(x, weight, None, past, spans, torch.empty_like(x), has_silu=True)
@@ -264,6 +270,11 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
     "recurrent fp16, decodes": (lambda: recurrent(FP16, 1), FP16_GPUS),
     "recurrent bf16, prompts": (lambda: recurrent(BF16, 64), BF16_GPUS),
+    "scan of prompts, DeltaNet": (lambda: scan(64, (16, 128), (32, 128), is_delta=True), (75,)),
+    "scan of prompts, Mamba-2, 256 keys": (
+        lambda: scan(64, (1, 256), (48, 64), is_delta=False),  # as in Falcon-H1
+        (75, 86, 90, 120),
+    ),
     "choice fp16": (lambda: choice(FP16), FP16_GPUS),
     "experts fp16, 16 pairs": (lambda: experts(FP16, 16), FP16_GPUS),
     "experts fp16, 64 pairs": (lambda: experts(FP16, 64), BF16_GPUS),

@@ -1,15 +1,20 @@
-"""States of recurrent layers: linear attention token by token, and short convolutions."""
+"""States of recurrent layers: linear attention, and short convolutions.
+
+Few tokens pass through a state one by one, many in chunks (`chunked_scan`).
+"""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from neo_desktop.engine.kernels.in_triton.chunked_scan import MOST_KEYS, scan_chunks
 from neo_desktop.models.recurrent import Spans
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 VALUES = 8  # columns of a head's state per program: with 128 keys, 32 registers of a warp's threads
 CHANNELS = 64
 TOKENS = 16
+LEAST_TOKENS = 32  # that chunks serve; no GPU has measured it
 
 
 def scan_state(
@@ -25,9 +30,27 @@ def scan_state(
     is_delta: bool,
 ) -> None:
     """Compute `models.recurrent.scan_state`."""
+    assert all(x.is_contiguous() for x in (q, k, v, decay, beta, state, out))
+    is_long = spans.longest >= LEAST_TOKENS and k.shape[2] <= MOST_KEYS
+    scan = scan_chunks if is_long else scan_tokens
+    scan(q, k, v, decay, beta, state, spans, out, is_delta=is_delta)
+
+
+def scan_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    spans: Spans,
+    out: Tensor,
+    *,
+    is_delta: bool,
+) -> None:
+    """Compute `models.recurrent.scan_state` token by token."""
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
-    assert all(x.is_contiguous() for x in (q, k, v, decay, beta, state, out))
     _scan[len(spans.table), heads, triton.cdiv(value_dim, VALUES)](
         q,
         k,
