@@ -34,7 +34,7 @@ async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterato
     try:
         yield service
     finally:
-        cast("FakeExecutor", engine._iterations.executor).open.set()
+        cast("FakeExecutor", engine.executor).open.set()
         await service.stop()
 
 

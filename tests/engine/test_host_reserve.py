@@ -158,7 +158,7 @@ def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: 
     with tiny_engine("fastdecode", machine=machine) as engine:
         engine.generate(PROMPTS, PARAMS)
         machine.available = lambda: 0  # type: ignore[method-assign]
-        engine._iterations._reserve._available = machine.available  # type: ignore[union-attr]
+        engine._reserve._available = machine.available  # type: ignore[union-attr]
         engine_loop = loop.EngineLoop(engine, lambda some: [events.put(event) for event in some])
         thread = Thread(target=engine_loop.run)
         thread.start()

@@ -92,7 +92,7 @@ def test_drafts_change_no_token(
         assert speculative is not None
         assert speculative.num_accepted_tokens > 20
         assert (speculative.num_accepted_tokens < speculative.num_drafted_tokens) == (share < 1)
-        executor = engine._iterations.executor
+        executor = engine.executor
         monkeypatch.setattr(executor, "start", Failing(executor.start))
         check(engine, folder)  # prompts come back: from checkpoints
         engine._kv_cache.check()
@@ -124,7 +124,7 @@ def test_iterations_that_fail_leave_states_as_they_were(
 ) -> None:
     folder = folder_of(family)
     with engine_of(folder, "gpu-only") as engine:
-        executor = engine._iterations.executor
+        executor = engine.executor
         failing = Failing(executor.start)
         monkeypatch.setattr(executor, "start", failing)
         check(engine, folder)
