@@ -113,12 +113,13 @@ def _follow(process: ChildProcess, outcomes: list[Outcome], listener: Listener) 
             under_way = message
             if message.name != START.name:
                 listener(message.title, None)
-        elif message.name == START.name:
-            return message
-        else:
-            outcomes.append(message)
-            listener(message.title, message)
-            under_way = replace(START, deadline_s=END_DEADLINE_S)
+            continue
+        outcome: Outcome = message
+        if outcome.name == START.name:
+            return outcome
+        outcomes.append(outcome)
+        listener(outcome.title, outcome)
+        under_way = replace(START, deadline_s=END_DEADLINE_S)
 
 
 def _death(process: ChildProcess) -> str:

@@ -226,29 +226,3 @@ class BlockPool:
         if not any(self._num_references[begin : begin + self._run]):
             self._idle_runs[run] = None
             self._idle_runs.move_to_end(run, last=not self._free.issuperset(self._blocks(run)))
-
-    def check(self, num_owners: Sequence[int]) -> None:
-        """Assert that no block is lost and none is owned twice.
-
-        Args:
-            num_owners: `block -> number of block tables that hold it`, counted independently.
-        """
-        assert list(num_owners) == self._num_references, "reference counts differ from block tables"
-        free, cached = self._free, set(self._cached)
-        used = {block for block, count in enumerate(self._num_references) if count}
-        withheld = set(range(self.limit, self.num_blocks)) - used
-        states = free, cached, used, withheld
-        assert sum(map(len, states)) == self.num_blocks, "a block is lost or in two states"
-        assert set().union(*states) == set(range(self.num_blocks)), "a block is lost or in two states"
-        assert len(used) == self.num_used_blocks, "the number of used blocks is wrong"
-        assert max(free | cached, default=-1) < self.limit, "a free block is at or above the limit"
-        assert max(self._hash_of_block, default=-1) < self.limit, "a block at or above the limit has a hash"
-        assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
-        assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
-        assert not free & self._hash_of_block.keys(), "a free block has a hash"
-        assert {h: b for b, h in self._hash_to_come.items()} == self._block_to_come, "announcements differ"
-        assert self._hash_to_come.keys() >= self._arriving, "an arriving block is not announced"
-        assert used >= self._hash_to_come.keys(), "an announced block is unused"
-        runs = range(-(-self.limit // self._run))
-        idle = {run for run in runs if used.isdisjoint(self._blocks(run))}
-        assert idle == self._idle_runs.keys(), "runs without a used block differ from the idle ones"

@@ -183,22 +183,6 @@ class StateCache:
                 self._release(slot)
         self._release(owned.current)
 
-    def check(self) -> None:
-        """Assert that no slot is lost or owned twice."""
-        references = [0] * self.num_slots
-        for slot in (slot for slots in self._held.values() for slot in slots):
-            references[slot] += 1
-        for owned in self._owned.values():
-            held = [
-                owned.current,
-                *(slot for each in owned.planned for slot in (each.source, each.checkpoint, *each.drafts)),
-            ]
-            held += [owned.mark[0]] if owned.mark is not None else []
-            for slot in held:
-                if slot != NO_SLOT:
-                    references[slot] += 1
-        self._pool.check(references)
-
     @property
     def _has_spare(self) -> bool:
         """True if a slot can be taken beside those that the requests are sure to need."""

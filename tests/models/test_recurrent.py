@@ -9,6 +9,7 @@ import torch
 from checkpoints import transformers_greedy
 from cost_models import machine
 from drafters import Informed
+from kv_invariants import check_kv
 from recurrent_models import RECURRENT
 from seeds import first
 from traced_models import save
@@ -87,7 +88,7 @@ def test_drafts_change_no_token(
     with engine_of(folder, "auto") as engine:
         engine._scheduler._speculation = Speculation(Informed(answers, share), COST, 64)
         check(engine, folder)
-        engine._kv_cache.check()
+        check_kv(engine._kv_cache)
         speculative = engine.stats().speculative
         assert speculative is not None
         assert speculative.num_accepted_tokens > 20
@@ -95,7 +96,7 @@ def test_drafts_change_no_token(
         executor = engine.executor
         monkeypatch.setattr(executor, "start", Failing(executor.start))
         check(engine, folder)  # prompts come back: from checkpoints
-        engine._kv_cache.check()
+        check_kv(engine._kv_cache)
 
 
 class Failing:
