@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models import operators
-from neo_desktop.models.operators import choose_experts, multiply_experts, write_rows
+from neo_desktop.models.operators import multiply_experts, write_rows
 from neo_desktop.models.recurrent import Spans
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul
+choose_experts = native.choose_experts
 choose_tokens = native.choose_tokens
 
 

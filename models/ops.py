@@ -2,12 +2,13 @@
 
 A stage is the work between the attention of two layers, as a list of operations on the buffers of a `State`.
 The list has three readers: `Stages.advance` runs it, `Stages.steps` cuts it at the operations that the engine
-carries out itself, and `row_program` compiles it for a CPU to one native call.
+carries out itself, and `row_parts` compiles it for a CPU to native calls.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -21,7 +22,18 @@ from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.state import ATTENTION, COS, GIVEN, QKV, RESIDUAL, SIN, State, X, given_buffers
+from neo_desktop.models.state import (
+    ATTENTION,
+    COS,
+    GIVEN,
+    NORMED,
+    QKV,
+    RESIDUAL,
+    SIN,
+    State,
+    X,
+    given_buffers,
+)
 from neo_desktop.native import Columns, RowProgram
 
 EXPERTS = "experts"  # name of a layer's experts in a turn
@@ -35,9 +47,9 @@ COLUMNS = {
     "x": Columns(X),
     "qkv": Columns(QKV),
     "attention": Columns(ATTENTION),
-    "scratch.normed": Columns(len(GIVEN)),
-    "scratch.gate_up": Columns(len(GIVEN) + 1),
-    "scratch.gated": Columns(len(GIVEN) + 2),
+    "scratch.normed": Columns(NORMED),
+    "scratch.gate_up": Columns(len(GIVEN)),
+    "scratch.gated": Columns(len(GIVEN) + 1),
 }
 """The buffers of row programs, by their names in a state."""
 
@@ -76,12 +88,14 @@ class Op:
         step: the same in a row program; None: there is none.
         cut: returns what the engine carries out instead of `run`; None: nothing.
         offloaded: name in `TURN` and matrix of an offloaded matmul.
+        splits: row programs may end before it and begin after it, because the state has its buffers.
     """
 
     run: Callable[[State, Store | None], object]
     step: native.Step | None = None
     cut: Callable[[State], Cut] | None = None
     offloaded: tuple[str, OffloadedLinear] | None = None
+    splits: bool = False
 
 
 def matmul(name: str, linear: Linear, x: str, out: str) -> Op:
@@ -156,8 +170,8 @@ def experts(moe: MoE) -> list[Op]:
     def cut(state: State) -> Cut:
         return DividedExperts(EXPERTS, moe, state.scratch.normed, _room(state), state.x)
 
-    route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)))
-    return [route, Op(run, cut=None if moe.on_host is None else cut)]
+    route = Op(lambda state, _: moe.route(state.scratch.normed, _room(state)), splits=True)
+    return [route, Op(run, cut=None if moe.on_host is None else cut, splits=True)]
 
 
 def all_reduce(reduce: Reduce) -> Op:
@@ -170,11 +184,14 @@ def _room(state: State) -> ExpertScratch:
     return state.scratch.experts
 
 
-def row_program(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> RowProgram | None:
-    """Compile a stage to one native call, which wakes the threads once; None: an operation has no step."""
-    steps = [op.step for op in ops if op.step is not None]
-    if len(steps) < len(ops):
-        return None
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    own = (native.Buffer(width, dtype) for width in (hidden, 2 * intermediate, intermediate))
-    return RowProgram([*given_buffers(config, dtype), *own], steps)
+def row_parts(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> Sequence[RowProgram | Op]:
+    """Compile the operations between experts to one native call each, which wakes the threads once."""
+    if any(op.step is None and not op.splits for op in ops):
+        return ops
+    own = (native.Buffer(width * config.intermediate_size, dtype) for width in (2, 1))
+    buffers = [*given_buffers(config, dtype), *own]
+    parts: list[RowProgram | Op] = []
+    for splits, some in groupby(ops, lambda op: op.splits):
+        run = list(some)
+        parts += run if splits else [RowProgram(buffers, [op.step for op in run if op.step is not None])]
+    return parts

@@ -38,9 +38,10 @@ from neo_desktop.models.ops import (
     gate,
     matmul,
     rotate,
-    row_program,
+    row_parts,
 )
 from neo_desktop.models.state import State
+from neo_desktop.native import RowProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,7 @@ class Stages:
         self._moe_layers = moe_layers(decoder, self._operators)  # by layer
         self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
-        self._programs = [
-            row_program(ops, self.config, decoder.dtype) if is_native else None for ops in self._ops
-        ]
+        self._parts = [row_parts(ops, self.config, decoder.dtype) for ops in self._ops] if is_native else []
 
     @property
     def is_part(self) -> bool:
@@ -126,12 +125,12 @@ class Stages:
         Args:
             store: destination of the layer's keys and values; None: they stay in the state.
         """
-        program = self._programs[index]
-        if program is not None and store is None and state.rows <= MAX_ROWS:
-            program.run(state.seen_by_native())
-            return
-        for op in self._ops[index]:
-            op.run(state, store)
+        is_native = self._parts and store is None and state.rows <= MAX_ROWS
+        for part in self._parts[index] if is_native else self._ops[index]:
+            if isinstance(part, RowProgram):
+                part.run(state.seen_by_native())
+            else:
+                part.run(state, store)
 
     def steps(self, index: int, state: State, store: Store | None = None) -> Iterator[Step]:
         """Yield the operations of `advance`, cut at those that the engine carries out itself.

@@ -11,7 +11,7 @@ from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.native import Buffer
 
-GIVEN = RESIDUAL, X, QKV, ATTENTION, COS, SIN = range(6)
+GIVEN = RESIDUAL, X, QKV, ATTENTION, COS, SIN, NORMED = range(7)
 """The buffers of a native row program that are a state's, in the order of `State.seen_by_native`."""
 
 
@@ -19,7 +19,8 @@ def given_buffers(config: ModelConfig, dtype: torch.dtype) -> list[Buffer]:
     """Return the buffers in the order of `GIVEN`; `dtype`: of the model."""
     widths = config.carried_width, config.hidden_size, config.qkv_rows, config.num_heads * config.head_dim
     angles = Buffer(config.rotation_width, torch.float32, is_given=True)
-    return [*(Buffer(width, dtype, is_given=True) for width in widths), angles, angles]
+    rows = [Buffer(width, dtype, is_given=True) for width in widths]
+    return [*rows, angles, angles, Buffer(config.hidden_size, dtype, is_given=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class State:
         """Return the buffers of native row programs, in the order of `GIVEN`, each [rows, width]."""
         if self._seen is None:
             row_buffers = self.attention.flatten(1), self.cos[:, 0], self.sin[:, 0]
-            tensors = (self.residual, self.x, self.qkv, *row_buffers)
+            tensors = (self.residual, self.x, self.qkv, *row_buffers, self.scratch.normed)
             self._seen = [native.view_of("rows", tensor) for tensor in tensors]
         return self._seen
 

@@ -174,12 +174,18 @@ def _axis(first: int, factor: int, last: int) -> list[int]:
 
 
 def _grid(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> Grid:
-    """Divide the points of a grid into spanning points and others, each sorted by work."""
+    """Divide the points of a grid into spanning points and others, each sorted by work.
+
+    The smallest rectangle comes first: without time for more, its points are measured.
+    """
 
     def spans(axis: Sequence[int], value: int) -> bool:
         i = axis.index(value)
         return i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1)  # a surface needs two per axis
 
-    points = sorted(points, key=lambda point: (point.work, point.x))
+    def order(point: Point) -> tuple[bool, int, int]:
+        return point.x not in xs[:2] or point.y not in ys[:2], point.work, point.x
+
+    points.sort(key=order)
     spanning = [point for point in points if spans(xs, point.x) and spans(ys, point.y)]
     return Grid(spanning, [point for point in points if point not in spanning])

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
-from neo_desktop.models.recurrent import RecurrentBatch
+from neo_desktop.models.moe import MoE
 from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
+    Complex,
     NotRowsError,
     Value,
     columns_of,
@@ -27,7 +28,8 @@ from neo_desktop.models.traced.places import (
     with_addresses,
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
-from neo_desktop.models.traced.row_stages import RowBuffers, RowStage
+from neo_desktop.models.traced.routing import Choose, Routing, routings
+from neo_desktop.models.traced.row_stages import Beside, RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 
@@ -65,9 +67,15 @@ class _Lowering(RowBuffers):
             "room": None,
             "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype),
         }
+        routed = routings(self._piece)
+        skipped = {node for routing in routed.values() for node in routing.nodes}
         for node in self._piece.graph.nodes:
+            if node in skipped:
+                continue
             if node.op == "placeholder":
                 self._known[node] = inputs[node.target]
+            elif node in routed:
+                self._known[node] = self._mixed(node, routed[node])
             elif node.op == "get_attr":
                 self._known[node] = getattr(self._piece, node.target)
             elif node.op == "output":
@@ -101,10 +109,14 @@ class _Lowering(RowBuffers):
             (_UNARIES, lambda: self._unary(_approximated(name, args, kwargs), args[0])),
             (_BINARIES, lambda: self._binary(_BINARIES[name], args[0], args[1], kwargs.get("alpha", 1))),
             (("square",), lambda: self._binary("times", args[0], args[0])),
+            (("neg",), lambda: self._binary("times", args[0], -1.0)),
+            (("view_as_complex",), lambda: Complex.of(args[0])),
+            (("view_as_real",), lambda: Complex.pairs(args[0])),
             (("zeros_like",), lambda: self._binary("times", args[0], 0.0)),
             (("layer_norm",), lambda: self._layer_norm(*args)),
             (("rms_norm",), lambda: self._plain_norm(*args)),
             (("index",), lambda: self._indexed(*args)),
+            (("matmul",), lambda: self._by_head(*args)),
         ):
             if name in names:
                 return lower()
@@ -117,12 +129,21 @@ class _Lowering(RowBuffers):
             (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
             (Rope, lambda: self._rotate(module, *args)),
-            (Convolution, lambda: self.call(module.apply_rows, [args[0]], args[0], 2)),
-            (Scan, lambda: self.call(module.apply_rows, list(args[1:]), args[3], 1)),
+            (Convolution, lambda: self.call(partial(_with_states, module), [args[0]], args[0], 2)),
+            (Scan, lambda: self.call(partial(_with_states, module), list(args[1:]), args[3], 1)),
         ):
             if isinstance(module, kind):
                 return lower()
         raise NotRowsError(f"{type(module).__name__} has no step")
+
+    def _mixed(self, node: fx.Node, routing: Routing) -> Value:
+        """Compute routed experts."""
+        experts: Any = self._piece.get_submodule(str(node.target))
+        if experts.moe.on_host is not None:
+            raise NotRowsError("experts in host memory")
+        x, logits = self._known[node.all_input_nodes[0]], self._known[routing.logits]
+        choose = routing.choose(logits.at.shape[-1], logits.dtype)
+        return self.call(partial(_with_room, choose, experts.moe), [x, logits], x, row_dim(x.at))
 
     def _plain_norm(self, x: Any, shape: list[int], weight: Any = None, eps: Any = None) -> Value:
         if not isinstance(x, Value) or len(shape) != 1 or weight is not None or eps is None:
@@ -137,7 +158,20 @@ class _Lowering(RowBuffers):
             raise NotRowsError("an index that differs between rows")
         return replace(x, at=torch.ops.aten.index(x.at, places))
 
+    def _by_head(self, x: Any, weights: Any) -> Value:
+        """Multiply heads by matrices of their own, as latent attention does."""
+        if (
+            not isinstance(x, Value)
+            or not isinstance(weights, Tensor)
+            or (x.at.dim(), weights.dim()) != (4, 3)
+        ):
+            raise NotRowsError("a matmul of rows")
+        like = replace(x, at=x.at[..., :1].expand(*x.at.shape[:-1], weights.shape[-1]))
+        return self.call(partial(_multiplied, weights), [x], like, row_dim(x.at))
+
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(args[0], Complex):
+            return Complex(*(self._moved(node, (part, *args[1:]), kwargs) for part in args[0]))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, (Value, Tensor))]
         values = [each for each in given if isinstance(each, Value)]
         if len(values) != len(given) or len({each.dtype for each in values}) > 1:
@@ -214,9 +248,11 @@ class _Lowering(RowBuffers):
     def _unary(self, op: str, x: Value) -> Value:
         return self.step(op, [self.packed(x)], x, tuple(x.at.shape))
 
-    def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Value:
+    def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Any:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
+        if isinstance(one, Complex) and isinstance(other, Complex) and op == "times":
+            return one.times(other, self._binary)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one
         if not isinstance(one, Value):
@@ -265,10 +301,22 @@ class _Lowering(RowBuffers):
         self.move(carried, Columns(RESIDUAL))
 
 
-def _applied(
-    function: Any, others: tuple[Any, ...], _: RecurrentBatch | None, out: Tensor, x: Tensor
-) -> None:
+def _applied(function: Any, others: tuple[Any, ...], _: Beside, out: Tensor, x: Tensor) -> None:
     out.copy_(function(x, *others))
+
+
+def _multiplied(weights: Tensor, _: Beside, out: Tensor, x: Tensor) -> None:
+    out.copy_(torch.bmm(x.transpose(0, 1), weights).transpose(0, 1))
+
+
+def _with_states(layer: Convolution | Scan, beside: Beside, *tensors: Tensor) -> None:
+    layer.apply_rows(beside.recurrent, *tensors)
+
+
+def _with_room(choose: Choose, moe: MoE, beside: Beside, out: Tensor, x: Tensor, logits: Tensor) -> None:
+    assert beside.room is not None  # the model has experts
+    choose(logits, beside.room.choice.ids, beside.room.choice.weights)
+    moe.multiply_on_device(x, beside.room, out)
 
 
 def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

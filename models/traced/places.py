@@ -1,8 +1,9 @@
 """Positions of a tensor's numbers in row buffers, computed by running view operators on their addresses."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,6 +42,32 @@ class Value:
         rows = torch.arange(ROWS).view(ROWS, *[1] * len(shape))
         address = buffer * _BUFFER + rows * _ROW + columns
         return cls(address.movedim(0, dim), dtype)
+
+
+class Complex(NamedTuple):
+    """A tensor of complex numbers."""
+
+    real: Value
+    imaginary: Value
+
+    @classmethod
+    def of(cls, pairs: Value) -> Self:
+        """Return the tensor whose numbers are pairs [..., 2]."""
+        return cls(*(replace(pairs, at=pairs.at[..., part]) for part in range(2)))
+
+    def pairs(self) -> Value:
+        """Return the numbers as pairs [..., 2]."""
+        return replace(self.real, at=torch.stack([part.at for part in self], dim=-1))
+
+    def times(self, other: Self, compute: Callable[[str, Value, Value], Value]) -> Self:
+        """Multiply by numbers; `compute`: an operator of two values by its name."""
+
+        def sum_of(op: str, one: Value, another: Value) -> Value:
+            first = compute("times", self.real, one)
+            return compute(op, first, compute("times", self.imaginary, another))
+
+        cls = type(self)
+        return cls(sum_of("subtract", *other), sum_of("add", other.imaginary, other.real))
 
 
 def row_dim(at: Tensor) -> int:

@@ -1,18 +1,19 @@
-"""Stages as row programs, with recurrent layers between two programs.
+"""Stages as row programs, with recurrent layers and mixtures of experts between two programs.
 
-A row program treats rows alike, which a recurrent layer does not. So it ends one program and begins the next
-one; both see the buffers that the other parts use.
+A row program treats rows alike, which these do not. So each ends one program and begins the next one; both
+see the buffers that the other parts use.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.recurrent import RecurrentBatch
 from neo_desktop.models.state import GIVEN, State
 from neo_desktop.models.traced.places import (
@@ -31,12 +32,19 @@ MOST_KEPT_ROWS = 64  # buffers for this many rows are kept
 _MOST_MOVES = 64  # of one value; with more, the graph's own operators are as fast
 
 
+class Beside(NamedTuple):
+    """What calls use beside row buffers."""
+
+    recurrent: Any  # a `RecurrentBatch` if the stage has recurrent layers
+    room: ExpertScratch | None  # None: the model has no experts
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A recurrent layer, or another function of row buffers.
+    """A recurrent layer, a mixture of experts, or another function of row buffers.
 
     Args:
-        function: writes to its second argument; the others are inputs.
+        function: receives `Beside`, the output and the inputs.
         inputs: columns per input, with its shape per row.
         into: columns of the output, with its shape per row.
     """
@@ -96,6 +104,7 @@ class RowStage:
 
     def run(self, state: State, batch: RecurrentBatch | None) -> None:
         """Compute the stage; `batch`: the states of recurrent layers."""
+        beside = Beside(batch, state.scratch.experts)
         given = state.seen_by_native()
         shared = self._buffers(state.rows)
         seen = [*given, *shared.views] if shared.views else given
@@ -104,7 +113,7 @@ class RowStage:
             if isinstance(part, RowProgram):
                 part.run(seen)
             else:
-                part.function(batch, *next(calls))
+                part.function(beside, *next(calls))
 
     def _buffers(self, rows: int) -> "_Buffers":
         """Return the shared buffers; stages of a device run one after the other."""

@@ -226,6 +226,13 @@ PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, co
                         function);
 }
 
+void choose_experts_of(const TensorView& logits, const std::tuple<bool, bool, float>& kind,
+                       const std::optional<TensorView>& bias, const std::optional<TensorView>& factors,
+                       const TensorView& ids, const TensorView& weights, int num_threads) {
+  const auto [is_sigmoid, normalises, epsilon] = kind;
+  choose_experts(logits, {is_sigmoid, normalises, epsilon, bias, factors}, ids, weights, num_threads);
+}
+
 void multiply_experts_of(const std::shared_ptr<PackedExperts>& experts, const ExpertTensors& tensors,
                          int num_threads, Isa isa) {
   multiply_experts(*experts, expert_rows(tensors), num_threads, isa);
@@ -300,6 +307,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("add_rms_norm", recorded(&add_rms_norm), without_gil);
   m.def("silu_mul", recorded(&silu_mul), without_gil);
   m.def("choose_tokens", recorded(&choose_tokens), without_gil);
+  m.def("choose_experts", recorded(&choose_experts_of), without_gil);
   m.def("rope", recorded(&rope), without_gil);
   m.def("scan_state", recorded(&scan_state), without_gil);
   m.def("short_convolution", recorded(&short_convolution), without_gil);

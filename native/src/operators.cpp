@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 
 #include "neo_desktop/half.h"
@@ -55,6 +56,51 @@ int64_t first_largest(const T* row, int64_t count) {
   return where;
 }
 
+// Chooses the experts of one row, as `choose_experts`.
+template <class T>
+void choose_row(const T* row, int64_t count, const Routing& routing, int64_t k, int32_t* ids,
+                float* weights) {
+  const auto order = [](float x) { return std::isnan(x) ? std::numeric_limits<int32_t>::max() : ordered(x); };
+  const auto numbers = [](const std::optional<TensorView>& of) {
+    return of ? static_cast<const float*>(of->data) : nullptr;
+  };
+  const auto sigmoid = [](float x) { return 1.0F / (1.0F + std::exp(-x)); };
+  const float *bias = numbers(routing.bias), *factors = numbers(routing.factors);
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = to_float(row[i]);
+    const float score = (routing.is_sigmoid ? sigmoid(x) : x) + (bias ? bias[i] : 0.0F);
+    if (found == k && order(score) <= order(weights[k - 1])) continue;
+    int64_t place = found < k ? found++ : k - 1;
+    for (; place > 0 && order(weights[place - 1]) < order(score); --place) {
+      ids[place] = ids[place - 1];
+      weights[place] = weights[place - 1];
+    }
+    ids[place] = static_cast<int32_t>(i);
+    weights[place] = score;
+  }
+  const float largest = weights[0];  // of a softmax
+  const auto share = [&](float x) { return routing.is_sigmoid ? sigmoid(x) : std::exp(x - largest); };
+  float sum = routing.is_sigmoid && !routing.normalises ? 1.0F : routing.epsilon;
+  for (int64_t i = 0; i < k; ++i) {
+    weights[i] = share(to_float(row[ids[i]]));
+    if (routing.normalises) sum += weights[i];
+  }
+  if (!routing.is_sigmoid && !routing.normalises) {
+    for (int64_t i = 0; i < count; ++i) sum += share(to_float(row[i]));
+  }
+  for (int64_t i = 0; i < k; ++i) weights[i] *= (factors ? factors[ids[i]] : 1.0F) / sum;
+}
+
+// Calls body with a zero of a floating-point type.
+template <class Body>
+void with_floats(const TensorView& tensor, Body body) {
+  check_dtype(tensor, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  if (tensor.dtype == DType::kFloat32) body(0.0F);
+  if (tensor.dtype == DType::kFloat16) body(Half{});
+  if (tensor.dtype == DType::kBFloat16) body(BFloat16{});
+}
+
 }  // namespace
 
 void add_rms_norm(const TensorView& x, const TensorView& residual, const TensorView& weight, float eps,
@@ -94,7 +140,7 @@ void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_t
   check_packed(logits, 1);
   const int64_t n = logits.size(0), m = logits.size(1);
   check_like(tokens, "[n]", {n}, DType::kInt64);
-  const auto choose = [&](auto zero) {
+  with_floats(logits, [&](auto zero) {
     using T = decltype(zero);
     for_rows(n, n * m, num_threads, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
@@ -102,11 +148,32 @@ void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_t
             first_largest(reinterpret_cast<const T*>(row_of(logits, row)), m);
       }
     });
-  };
-  check_dtype(logits, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  if (logits.dtype == DType::kFloat32) choose(0.0F);
-  if (logits.dtype == DType::kFloat16) choose(Half{});
-  if (logits.dtype == DType::kBFloat16) choose(BFloat16{});
+  });
+}
+
+void choose_experts(const TensorView& logits, const Routing& routing, const TensorView& ids,
+                    const TensorView& weights, int num_threads) {
+  check_dims(logits, "[n, experts]", 2);
+  check_packed(logits, 1);
+  check_dims(ids, "[n, k]", 2);
+  const int64_t n = logits.size(0), count = logits.size(1), k = ids.size(1);
+  check_like(ids, "[n, k]", {n, k}, DType::kInt32);
+  check_like(weights, "[n, k]", {n, k}, DType::kFloat32);
+  if (k < 1 || k > count) fail("ids has ", k, " columns; expected 1 to ", count);
+  for (const auto& numbers : {routing.bias, routing.factors}) {
+    if (numbers) check_like(*numbers, "[experts]", {count}, DType::kFloat32);
+  }
+  if (routing.bias && !routing.is_sigmoid) fail("a softmax has no bias");
+  with_floats(logits, [&](auto zero) {
+    using T = decltype(zero);
+    for_rows(n, n * count * 4, num_threads, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        choose_row(reinterpret_cast<const T*>(row_of(logits, row)), count, routing, k,
+                   reinterpret_cast<int32_t*>(row_of(ids, row)),
+                   reinterpret_cast<float*>(row_of(weights, row)));
+      }
+    });
+  });
 }
 
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

@@ -150,13 +150,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize("ms_per_token", [0.001, 1.0, 30.0])
 def test_measuring_keeps_to_its_time(clock: list[float], ms_per_token: float) -> None:
     timer = FakeTimer(lambda point: ms_per_token * point.work, clock)
-    grids = grids_of(shape("llama-2-7b"), SchedulerLimits(2048, 256))
+    grids = grids_of(shape("qwen2.5-0.5b"), SchedulerLimits(2048, 256), capacity=8192)
     for grid in grids.values():
         clock[0] = 0.0
         times = measure(timer, grid, 2.0)
         needed = sum(ms_per_token * point.work for point in grid.spanning[:4]) / 1e3
         assert clock[0] <= max(2.0, 3 * needed)
         assert len(times) >= 4
+        for axis in ("x", "y"):  # a surface has two sizes per axis
+            of_grid = {getattr(point, axis) for point in grid.points}
+            assert len({getattr(point, axis) for point in times}) >= min(2, len(of_grid))
         assert all(ms == ms_per_token * point.work for point, ms in times.items())
 
 

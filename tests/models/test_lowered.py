@@ -22,8 +22,10 @@ WHOLLY = (
     "opt", "gemma2", "gemma3", "gemma4", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel",
     "gpt-neox", "starcoder2", "falcon", "falcon-grouped",
     "qwen3.5", "olmo-hybrid", "lfm2", "nemotron-h", "granite-4-h", "falcon-h1",
+    "qwen3.5-moe", "lfm2-moe", "nemotron-h-moe", "gemma4-moe", "granite-moe", "qwen2-moe", "olmoe",
+    "glm4", "glm4-moe", "glm4-moe-lite", "deepseek-v2", "deepseek-v3",
 )  # fmt: skip
-OF_CODE = "apertus", "cohere2", "deepseek-v3"  # their layers have operations without a step
+OF_CODE = "apertus", "cohere2"  # their layers have operations without a step
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,20 @@ void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads,
 // one is infinite.
 void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_threads);
 
+// A mixture of experts' choice. An expert's share is its logit's softmax or sigmoid.
+struct Routing {
+  bool is_sigmoid;
+  bool normalises;  // shares are divided by the sum of the chosen ones and epsilon
+  float epsilon;
+  std::optional<TensorView> bias;     // [experts] fp32, added to sigmoids for the choice only
+  std::optional<TensorView> factors;  // [experts] fp32, of shares
+};
+
+// Writes each row's k best experts, best first, the first among equals, and their shares. NaN is the best.
+// logits is [n, experts], ids [n, k] int32, weights [n, k] fp32.
+void choose_experts(const TensorView& logits, const Routing& routing, const TensorView& ids,
+                    const TensorView& weights, int num_threads);
+
 // Normalises (if norm is given) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
 // [n, head_dim] fp32, the first half of sin negated; norm is [heads, head_dim].
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

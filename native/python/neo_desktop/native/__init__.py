@@ -44,6 +44,7 @@ from neo_desktop.native.hardware import (
 )
 from neo_desktop.native.operators import (
     add_rms_norm,
+    choose_experts,
     choose_tokens,
     rope,
     silu_mul,
@@ -86,6 +87,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
+    "choose_experts",
     "choose_tokens",
     "cpu_features",
     "default_isa",

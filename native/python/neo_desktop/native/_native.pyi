@@ -78,6 +78,16 @@ def add_rms_norm(
     isa: str,
     /,
 ) -> None: ...
+def choose_experts(
+    logits: Tensor,
+    kind: tuple[bool, bool, float],
+    bias: Tensor | None,
+    factors: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    num_threads: int,
+    /,
+) -> None: ...
 def choose_tokens(logits: Tensor, tokens: Tensor, num_threads: int, /) -> None: ...
 def silu_mul(gate_up: Tensor, out: Tensor, num_threads: int, isa: str, /) -> None: ...
 def rope(

@@ -74,6 +74,45 @@ def choose_tokens(logits: torch.Tensor, out: torch.Tensor, num_threads: int = 0)
     _native.choose_tokens(view_of("logits", logits), view_of("tokens", out), num_threads)
 
 
+def choose_experts(
+    logits: torch.Tensor,
+    normalises: bool,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    is_sigmoid: bool = False,
+    epsilon: float = 0.0,
+    bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    num_threads: int = 0,
+) -> None:
+    """Choose each row's k best experts, best first, the first among equals; NaN is the best.
+
+    Args:
+        logits: [n, experts], fp32, fp16 or bf16; may be strided in n.
+        normalises: shares are divided by the sum of the chosen ones, plus `epsilon`.
+        ids: [n, k] int32, an output; may be strided in n.
+        weights: [n, k] float32, an output: the chosen experts' shares; may be strided in n.
+        is_sigmoid: a share is the logit's sigmoid, not the softmax over all experts.
+        bias: [experts] float32, added to sigmoids for the choice only.
+        factors: [experts] float32, of the shares.
+        num_threads: 0 means `default_num_threads()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    tensors = view_of("ids", ids), view_of("weights", weights)
+    kind = is_sigmoid, normalises, epsilon
+    _native.choose_experts(
+        view_of("logits", logits),
+        kind,
+        None if bias is None else view_of("bias", bias),
+        None if factors is None else view_of("factors", factors),
+        *tensors,
+        num_threads,
+    )
+
+
 def rope(
     heads: torch.Tensor,
     cos: torch.Tensor,
