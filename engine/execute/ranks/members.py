@@ -64,7 +64,7 @@ class Member(ABC):
 
     @abstractmethod
     def exchange(self, mine: T, combine: Callable[[Sequence[T]], T]) -> T:
-        """Wait for the values of all ranks; return what rank 0 makes of them, its own first.
+        """Send a value to rank 0; return its combination of every rank's value, its own first.
 
         Raises:
             RuntimeError: A rank has ended.
