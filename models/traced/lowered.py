@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from neo_desktop import native
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.moe import MoE
@@ -38,6 +39,7 @@ _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu", "softplus"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
+_FEW_ROWS = 8  # a row reads all matrices; with more rows, torch's blocks are faster
 _FUNCTIONS = frozenset(("clamp", "exp"))  # of few numbers: torch computes them
 
 
@@ -306,7 +308,10 @@ def _applied(function: Any, others: tuple[Any, ...], _: Beside, out: Tensor, x: 
 
 
 def _multiplied(weights: Tensor, _: Beside, out: Tensor, x: Tensor) -> None:
-    out.copy_(torch.bmm(x.transpose(0, 1), weights).transpose(0, 1))
+    if len(x) <= _FEW_ROWS:
+        native.multiply_heads(x, weights, out)
+    else:
+        out.copy_(torch.bmm(x.transpose(0, 1), weights).transpose(0, 1))
 
 
 def _with_states(layer: Convolution | Scan, beside: Beside, *tensors: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Positions of a tensor's numbers in row buffers, computed by running view operators on their addresses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -140,14 +140,21 @@ def moves_of(row: Tensor) -> list[Move]:
         alike.setdefault((address // _BUFFER, length), []).append((first, address % _ROW))
     moves = []
     for (buffer, length), runs_alike in alike.items():
-        strides = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(runs_alike)}
-        if len(strides) <= 1 and all(stride >= 0 for _, stride in strides):
-            to, stride = next(iter(strides), (length, length))
-            (first, column), *_ = runs_alike
-            moves.append(Move(Columns(buffer, column, stride), first, to, length, len(runs_alike)))
-        else:
-            moves += [
-                Move(Columns(buffer, column, length), first, length, length, 1)
-                for first, column in runs_alike
-            ]
+        for (first, column), (to, stride), count in _progressions(runs_alike, length):
+            moves.append(Move(Columns(buffer, column, stride), first, to, length, count))
     return moves
+
+
+def _progressions(
+    places: list[tuple[int, int]], length: int
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], int]]:
+    """Divide places into arithmetic progressions; yield the first place, the difference and the number."""
+    start, apart, count = places[0], (length, length), 1
+    for before, place in pairwise(places):
+        gap = place[0] - before[0], place[1] - before[1]
+        if gap[1] >= 0 and (count == 1 or gap == apart):
+            apart, count = gap, count + 1
+        else:
+            yield start, apart, count
+            start, apart, count = place, (length, length), 1
+    yield start, apart, count

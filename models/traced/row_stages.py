@@ -29,7 +29,7 @@ from neo_desktop.models.traced.places import (
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 MOST_KEPT_ROWS = 64  # buffers for this many rows are kept
-_MOST_MOVES = 64  # of one value; with more, the graph's own operators are as fast
+_MOST_MOVES = 256  # of one value; with more, the graph's own operators are as fast
 
 
 class Beside(NamedTuple):

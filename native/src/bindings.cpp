@@ -308,6 +308,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("silu_mul", recorded(&silu_mul), without_gil);
   m.def("choose_tokens", recorded(&choose_tokens), without_gil);
   m.def("choose_experts", recorded(&choose_experts_of), without_gil);
+  m.def("multiply_heads", recorded(&multiply_heads), without_gil);
   m.def("rope", recorded(&rope), without_gil);
   m.def("scan_state", recorded(&scan_state), without_gil);
   m.def("short_convolution", recorded(&short_convolution), without_gil);
