@@ -37,7 +37,7 @@ class Rig:
         self._num_requests = 0
         self._engine = Engine.from_parts(parts, POLICY, cost_model=ZERO)
         self._last: tuple[IterationPlan, float] | None = None
-        executor = self._engine._iterations.executor
+        executor = self._engine.executor
         start = executor.start
 
         def timed(plan: IterationPlan) -> Wait:

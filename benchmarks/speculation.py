@@ -84,7 +84,7 @@ class Comparison:
         self._turns = turns
         self._params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         self._plans: list[IterationPlan] = []
-        executor = engine._iterations.executor
+        executor = engine.executor
         start = executor.start
 
         def noted(plan: IterationPlan) -> Wait:

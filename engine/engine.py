@@ -8,16 +8,17 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from neo_desktop.engine.batch import FloatArray
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline
-from neo_desktop.engine.generate import Completion, embed, generate, new_requests
+from neo_desktop.engine.generate import Completion, new_requests, one_per_prompt
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 WEIGHTS_SHARE = 0.5  # share of the loading progress; the rest is profiling, which only the first start needs
 
 
-class Engine:
+class Engine(Iterations):
     """Continuous batching over one model.
 
     Not thread-safe: one thread makes the engine's calls (`app.engines.service` owns a suitable thread).
@@ -74,6 +75,7 @@ class Engine:
         workers: Workers | None = None,
         reserve: HostReserve | None = None,
     ) -> None:
+        super().__init__(scheduler, executor, cost_model, Notes(timeline), workers, reserve, kv_cache.disk)
         self.model_name = model.name
         self.config = model.config
         self.tokenizer = model.tokenizer
@@ -87,16 +89,9 @@ class Engine:
         self.streams = model.streams
         self.vision, self.blindness = model.vision, model.blindness
         self._decoder = model.decoder
-        self._scheduler = scheduler
         self._kv_cache = kv_cache
         self._policy = policy
-        self._cost_model = cost_model
-        self._notes = Notes(timeline)
-        self._workers = workers
         self._resources = ExitStack()  # closes workers and other ranks
-        self._iterations = Iterations(
-            scheduler, executor, cost_model, self._notes, workers, reserve, kv_cache.disk
-        )
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # arrival of the first request
         self._has_answered = False
@@ -229,7 +224,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a request or an iteration has not finished, or outputs have not been taken."""
-        return self.has_requests or self._iterations.has_more
+        return self.has_requests or self.has_more
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
@@ -260,16 +255,12 @@ class Engine:
 
     def watch(self, alarm: Callable[[], object]) -> None:
         """Register a callback, which any thread calls as soon as `check` would raise."""
-        self._iterations.executor.watch(alarm)
+        self.executor.watch(alarm)
 
     def check(self) -> None:
         """Raise RuntimeError if this process cannot compute any more."""
-        if (loss := self._iterations.executor.loss) is not None:
+        if (loss := self.executor.loss) is not None:
             raise loss
-
-    def rest(self) -> bool:
-        """Do the periodic work of an idle engine; return True if statistics have changed."""
-        return self._iterations.rest()
 
     def step(self) -> list[RequestOutput]:
         """Wait for an iteration and start the next one; return the requests' new outputs.
@@ -282,16 +273,8 @@ class Engine:
         self.launch()
         return self.take_outputs()
 
-    def collect(self) -> None:
-        """Wait for the current iteration, or start one and wait, and apply its tokens."""
-        self._iterations.collect()
-
-    def launch(self) -> None:
-        self._iterations.launch()
-
     def take_outputs(self) -> list[RequestOutput]:
-        """Return new outputs since the last call; call it while an iteration runs."""
-        outputs = self._iterations.take_outputs()
+        outputs = super().take_outputs()
         if not self._has_answered and self._first_asked_s is not None and any(o.tokens for o in outputs):
             self._has_answered = True
             seconds = time.perf_counter() - self._first_asked_s
@@ -310,7 +293,8 @@ class Engine:
             ValueError: a prompt or a setting cannot be used; nothing runs then.
             EngineError: the engine had to give up a request.
         """
-        return generate(self, prompts, params)
+        each = one_per_prompt(params or SamplingParams(), len(prompts))
+        return [Completion.of(outputs) for outputs in self.run(prompts, each)]
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
         """Return one embedding [hidden] per prompt: hidden states after the final norm, of length 1.
@@ -321,7 +305,33 @@ class Engine:
         Raises:
             ValueError, EngineError: see `generate`.
         """
-        return embed(self, prompts, pooling)
+        each = [SamplingParams(pooling=pooling)] * len(prompts)
+        return [cast("FloatArray", outputs[-1].embedding) for outputs in self.run(prompts, each)]
+
+    def run(self, prompts: Sequence[Prompt], each: Sequence[SamplingParams]) -> list[list[RequestOutput]]:
+        """Run requests to their end; return their outputs, by prompt and choice.
+
+        Raises:
+            ValueError, EngineError: see `generate`.
+        """
+        if self.has_requests:
+            raise RuntimeError("the engine must be idle, but requests are running")
+        prepared = [self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        collected: dict[tuple[str, int], list[RequestOutput]] = {}
+        try:
+            for index, request in enumerate(prepared):
+                self.add(str(index), request)
+                collected |= {(str(index), choice): [] for choice in range(request.params.n)}
+            while self.has_requests:
+                for output in self.step():
+                    collected[output.request_id, output.choice].append(output)
+        finally:
+            for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise none is left
+                self.abort(str(index))
+        for *_, last in collected.values():
+            if last.finish_reason is None or last.error is not None:
+                raise EngineError(last.error or "the request did not end")
+        return list(collected.values())
 
     def stats(self) -> EngineStats:
         queues, counters = self._scheduler.queues, asdict(self._scheduler.counters)
@@ -337,9 +347,9 @@ class Engine:
             num_running=queues.num_running,
             num_running_at=queues.num_running_at,
             num_waiting=len(queues.waiting),
-            num_iterations=self._iterations.num_started,
+            num_iterations=self.num_started,
             **counters,
-            outside_s=self._iterations.outside_s,
+            outside_s=self.outside_s,
             pools=self._kv_cache.usage(),
             disk=DiskCounters() if self._kv_cache.disk is None else self._kv_cache.disk.counters,
             speculative=self._scheduler.speculative,
@@ -374,7 +384,7 @@ class Engine:
         """Stop all threads and drop weights and caches; the engine is unusable afterwards."""
         if "_decoder" in vars(self):
             del self._decoder
-            self._iterations.close()
+            super().close()
             self._resources.close()
             self.grammars.close()
 

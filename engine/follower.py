@@ -1,6 +1,6 @@
 """The process of a rank other than 0: it loads its part of a model and executes the plans of rank 0.
 
-`execute.ranks.messages` defines the messages.
+`execute.ranks.members` has a drawing of the messages.
 """
 
 import faulthandler
@@ -16,8 +16,7 @@ from typing import Any
 
 from neo_desktop.engine.execute.ranks.driver import share_cpus
 from neo_desktop.engine.execute.ranks.group import BrokenGroupError
-from neo_desktop.engine.execute.ranks.members import Follower
-from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Ready
+from neo_desktop.engine.execute.ranks.members import Beginning, Follower
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.loading import load
@@ -46,7 +45,7 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, (MemoryError, ValueError)):  # their messages are complete
             traceback.print_exc()  # rank 0 shows the output with its own error
-        writer.put(Failed(_portable(error)))
+        writer.put(_portable(error))
         os._exit(FAILED_STATUS)
 
 
@@ -64,9 +63,9 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
     options = beginning.options
     parts = take_memory(load(options, rank=beginning.rank), options, member=follower)
     executor = runner_of(parts, None, follower.group)
-    follower.tell(Ready())
+    follower.exchange(True, all)
     for message in follower.messages:
-        if isinstance(message, Question):
+        if isinstance(message, int):  # a question
             follower.tell(message)
         else:
             executor.execute(message)

@@ -22,7 +22,7 @@ LONGEST_WAIT_S = 30.0  # for a lost worker to return, if no other tier has room
 
 
 class Iterations:
-    """Runs the scheduler's plans; single-threaded.
+    """Runs the scheduler's plans; single-threaded. `Engine` adds requests and views.
 
     Args:
         executor: computes; closed and dropped by `close`.
@@ -120,7 +120,11 @@ class Iterations:
             self._give_up(error)
 
     def rest(self) -> bool:
-        """Check the host memory reserve and the disk; return True if statistics have changed."""
+        """Do the periodic work of an idle engine: check the host memory reserve and the disk.
+
+        Returns:
+            True if statistics have changed.
+        """
         has_changed = self._disk is not None and self._disk.look(len(self._under_way))
         return (self._reserve is not None and not self._under_way and self._reserve.look()) or has_changed
 

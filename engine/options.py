@@ -5,7 +5,7 @@ Command line, Python API, self-test and profiler read the same fields. Heavy mod
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from numbers import Real
@@ -38,7 +38,6 @@ class Option:
     least: float | None = None
     fixed_choices: tuple[str, ...] = ()
     choices_of: Callable[[], tuple[str, ...]] | None = None  # names them where they are registered
-    is_list: bool = False  # comma-separated text, or a list in Python
     panel: str = "Engine"  # of `--help`
 
     @property
@@ -195,7 +194,6 @@ class EngineOptions:
         "Attention workers that hold KV and attend to it: other computers that run "
         "'neo-desktop worker'; or the number of workers to use that joined with 'worker --connect'.",
         metavar="HOST[:PORT],..|N",
-        is_list=True,
         panel="Workers",
     )
     worker_secret: Path | None = option(
@@ -256,10 +254,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if option.is_list:
-                value = joined(name, value)
-            value = stated(name, _KINDS[name], value, option.choices)
+            value = stated(name, _KINDS[name], getattr(self, name), option.choices)
             object.__setattr__(self, name, value)
             option.check(name, value)
         if not self.keeps_weights and self.dtype not in ("auto", self.weights_dtype):
@@ -320,33 +315,9 @@ def stated(name: str, kinds: tuple[type, ...], value: object, choices: tuple[str
     raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
-def joined(name: str, value: object) -> object:
-    """Return a list in command-line form, with commas; return a number as digits.
-
-    Raises:
-        ValueError: an element is neither text nor a pair of host and port.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        return value
-    parts = [_part(each) for each in value]
-    if any(part is None or not part.strip() for part in parts):
-        raise ValueError(f"{name} must hold texts such as 'HOST:PORT', got {value!r}")
-    return ",".join(map(str, parts)) or None
-
-
-def _part(value: object) -> str | None:
-    match value:
-        case str():
-            return value
-        case (str(host), int(port)) if not isinstance(port, bool):
-            return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-        case _:
-            return None
-
-
 def _text(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):  # a number of workers
+        return str(value)
     if not isinstance(value, str):
         raise TypeError
     return value

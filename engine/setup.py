@@ -154,7 +154,7 @@ def executor_of(parts: EngineParts, timeline: Timeline | None) -> Executor:
     if leader is None:
         return runner_of(parts, timeline)
     own = runner_of(parts, timeline, leader.group)
-    leader.check_ready()
+    leader.exchange(True, all)  # wait until they are ready for plans
     return DriverExecutor(own, leader)
 
 

@@ -1,6 +1,6 @@
 """Machines with their models and requests, simulated from datasheets; tables of the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,14 +10,12 @@ from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.engine.simulation.simulator import Mismatch, SimulatedRequest, simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
@@ -25,6 +23,7 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import StoredForm, uniform_form
+from research.mismatch import Mismatch, Observer, simulate_on
 from research.traces import load_trace
 
 DTYPE = torch.float16
@@ -76,12 +75,13 @@ class Case:
         self,
         policy: str | Policy,
         mismatch: Mismatch | None = None,
-        observe: Callable[[Decision[SimulatedRequest], TableCostModel], None] | None = None,
+        observe: Observer | None = None,
     ) -> SimulationResult:
         chosen, budget = POLICIES[policy] if isinstance(policy, str) else policy, self.budget
         if chosen.swaps and not budget.streamed_tokens:
             budget = budget.swapping(self.cost, LIMITS)
-        return simulate(
+        return simulate_on(
+            mismatch,
             self.requests,
             chosen,
             self.cost,
@@ -89,7 +89,6 @@ class Case:
             BLOCK_SIZE,
             LIMITS,
             max_context_tokens=max(r.total_tokens for r in self.requests),
-            mismatch=mismatch,
             observe=observe,
         )
 

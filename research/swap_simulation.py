@@ -22,8 +22,9 @@ from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget
 from neo_desktop.engine.simulation.presets import GB
-from neo_desktop.engine.simulation.simulator import Mismatch, SimulatedRequest
+from neo_desktop.engine.simulation.simulator import SimulatedRequest
 from research.cases import DTYPE, FILES, LIMITS, Case, at_once, header, row, waits
+from research.mismatch import Mismatch
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

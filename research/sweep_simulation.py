@@ -16,9 +16,9 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import Curve
 from neo_desktop.engine.schedule.steady_state import SteadyStateFinder, Workload
 from neo_desktop.engine.simulation.bound import Bound, Room
-from neo_desktop.engine.simulation.simulator import Mismatch
 from neo_desktop.engine.simulation.workload import synthetic, with_rate
 from research.cases import FILES, LIMITS, Case, at_once, header, row, waits
+from research.mismatch import Mismatch
 
 CASES = (
     ("t4", "llama-2-7b", ("OSC", "conversation")),

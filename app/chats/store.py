@@ -25,8 +25,8 @@ from neo_desktop.app.chats.messages import (
     make_title,
     newest_leaf,
 )
+from neo_desktop.app.chats.processes import is_alive, this_process
 from neo_desktop.app.chats.rounds import Round
-from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
 SNIPPET_CHARS = 80

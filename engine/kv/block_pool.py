@@ -45,7 +45,7 @@ class BlockPool:
     Cached blocks count as free. The least recently used ones are evicted first, run by run.
 
     Sequential reads are fastest, so the blocks of a request should be contiguous. Therefore, while idle runs
-    remain, an aligned run of BLOCKS_PER_RUN blocks is left to the request that owns its first block:
+    remain, an aligned run of blocks is left to the request that owns its first block:
 
         | a a a . | b b b b | b . . . | . . . . | c c . . |    a, b and c grow by the block after their last,
                                        an idle run             another request gets the first of an idle run
@@ -55,19 +55,20 @@ class BlockPool:
     Args:
         stays_low: Allocate the lowest blocks first, cached or not. Used blocks then stay contiguous at the
             front, and one copy moves them.
+        run: Blocks of a run.
     """
 
-    def __init__(self, num_blocks: int, *, stays_low: bool = False) -> None:
+    def __init__(self, num_blocks: int, *, stays_low: bool = False, run: int = BLOCKS_PER_RUN) -> None:
         self.num_blocks = num_blocks
         self.limit = num_blocks  # blocks at or above the limit are not allocated
         self.num_touched = 0  # blocks from this one on were not written since their memory was taken
-        self._stays_low = stays_low
+        self._stays_low, self._run = stays_low, run
         self._free = set(range(num_blocks))
         self._num_references = [0] * num_blocks
         self.num_used_blocks = 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         # Runs without a used block: free ones first, then the least recently used.
-        self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // BLOCKS_PER_RUN)))
+        self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // self._run)))
         self._block_of_hash: dict[BlockHash, int] = {}
         self._hash_of_block: dict[int, BlockHash] = {}
         # Announced content: hash -> the first block that will hold it.
@@ -92,7 +93,7 @@ class BlockPool:
         """
         block = self._choose(after)
         self._free.discard(block)
-        self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
+        self._idle_runs.pop(block // self._run, None)
         self._num_references[block] = 1
         self.num_used_blocks += 1
         self.num_touched = max(self.num_touched, block + 1)
@@ -101,12 +102,12 @@ class BlockPool:
     def set_limit(self, limit: int) -> bool:
         """Stop allocating blocks at or above `limit`; used ones stay with their owners.
 
-        `limit` is `num_blocks`, or a smaller multiple of BLOCKS_PER_RUN.
+        `limit` is `num_blocks`, or a smaller multiple of a run.
 
         Returns:
             True if no block at or above the limit is used.
         """
-        assert limit == self.num_blocks or (0 <= limit < self.num_blocks and not limit % BLOCKS_PER_RUN)
+        assert limit == self.num_blocks or (0 <= limit < self.num_blocks and not limit % self._run)
         before, self.limit = self.limit, limit
         for block in range(limit, before):
             self._forget_announced(block)
@@ -116,9 +117,9 @@ class BlockPool:
                 del self._block_of_hash[block_hash]
             self._free.discard(block)
         self._free |= {block for block in range(before, limit) if not self.is_used(block)}
-        for run in range(min(before, limit) // BLOCKS_PER_RUN, -(-max(before, limit) // BLOCKS_PER_RUN)):
+        for run in range(min(before, limit) // self._run, -(-max(before, limit) // self._run)):
             self._idle_runs.pop(run, None)
-            if run * BLOCKS_PER_RUN < limit and not any(self.is_used(block) for block in self._blocks(run)):
+            if run * self._run < limit and not any(self.is_used(block) for block in self._blocks(run)):
                 self._idle_runs[run] = None
         return not self.is_used_from(limit)
 
@@ -127,7 +128,7 @@ class BlockPool:
 
     def _choose(self, after: int | None) -> int:
         """Return a free block, and evict cached content if necessary."""
-        if after is not None and (after + 1) % BLOCKS_PER_RUN and after + 1 in self._free:
+        if after is not None and (after + 1) % self._run and after + 1 in self._free:
             return after + 1
         if self._idle_runs:
             blocks = self._blocks(min(self._idle_runs) if self._stays_low else next(iter(self._idle_runs)))
@@ -152,7 +153,7 @@ class BlockPool:
 
     def _blocks(self, run: int) -> range:
         """Return the blocks of a run; the last run may be shorter."""
-        return range(run * BLOCKS_PER_RUN, min((run + 1) * BLOCKS_PER_RUN, self.num_blocks))
+        return range(run * self._run, min((run + 1) * self._run, self.num_blocks))
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._block_of_hash.get(block_hash)
@@ -194,7 +195,7 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         self._cached.pop(block, None)
-        self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
+        self._idle_runs.pop(block // self._run, None)
         self.num_used_blocks += not self._num_references[block]
         self._num_references[block] += 1
 
@@ -220,34 +221,8 @@ class BlockPool:
             self._cached[block] = None
         else:
             self._free.add(block)
-        run = block // BLOCKS_PER_RUN
-        begin = run * BLOCKS_PER_RUN
-        if not any(self._num_references[begin : begin + BLOCKS_PER_RUN]):
+        run = block // self._run
+        begin = run * self._run
+        if not any(self._num_references[begin : begin + self._run]):
             self._idle_runs[run] = None
             self._idle_runs.move_to_end(run, last=not self._free.issuperset(self._blocks(run)))
-
-    def check(self, num_owners: Sequence[int]) -> None:
-        """Assert that no block is lost and none is owned twice.
-
-        Args:
-            num_owners: `block -> number of block tables that hold it`, counted independently.
-        """
-        assert list(num_owners) == self._num_references, "reference counts differ from block tables"
-        free, cached = self._free, set(self._cached)
-        used = {block for block, count in enumerate(self._num_references) if count}
-        withheld = set(range(self.limit, self.num_blocks)) - used
-        states = free, cached, used, withheld
-        assert sum(map(len, states)) == self.num_blocks, "a block is lost or in two states"
-        assert set().union(*states) == set(range(self.num_blocks)), "a block is lost or in two states"
-        assert len(used) == self.num_used_blocks, "the number of used blocks is wrong"
-        assert max(free | cached, default=-1) < self.limit, "a free block is at or above the limit"
-        assert max(self._hash_of_block, default=-1) < self.limit, "a block at or above the limit has a hash"
-        assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
-        assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
-        assert not free & self._hash_of_block.keys(), "a free block has a hash"
-        assert {h: b for b, h in self._hash_to_come.items()} == self._block_to_come, "announcements differ"
-        assert self._hash_to_come.keys() >= self._arriving, "an arriving block is not announced"
-        assert used >= self._hash_to_come.keys(), "an announced block is unused"
-        runs = range(-(-self.limit // BLOCKS_PER_RUN))
-        idle = {run for run in runs if used.isdisjoint(self._blocks(run))}
-        assert idle == self._idle_runs.keys(), "runs without a used block differ from the idle ones"

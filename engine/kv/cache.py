@@ -310,18 +310,6 @@ class KVCache:
         table = self._tables.pop(name)
         _release(table.blocks, self._pools[table.tier])
 
-    def check(self) -> None:
-        """Assert the invariants of every pool against the block tables."""
-        for tier, pool in self._pools.items():
-            num_owners = [0] * pool.num_blocks
-            for table in self._tables.values():
-                if table.tier == tier:
-                    for block in table.blocks.view():
-                        num_owners[block] += 1
-            pool.check(num_owners)
-        if self.states is not None:
-            self.states.check()
-
 
 def _leading(pool: BlockPool, hashes: Sequence[BlockHash], *, with_arriving: bool = False) -> list[int]:
     """Return the blocks of the longest prefix that the pool holds, or that copies fill before it computes."""

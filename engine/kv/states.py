@@ -10,13 +10,13 @@ prefix of the prompt is reused up to a block that has KV and a checkpoint.
                           after the last right token becomes current
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from neo_desktop.engine.batch import StateSlots
-from neo_desktop.engine.kv.block_pool import BlockHash
+from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 
 SLOTS_PER_REQUEST = 3  # the source and target of an iteration, and the target of the next one
 NO_SLOT = -1
@@ -38,17 +38,11 @@ class _Owned:
 
 
 class StateCache:
-    """Reference-counted slots `0 .. num_slots - 1`.
-
-    Slots without references are free, or cached as checkpoints and evicted least recently used first.
-    """
+    """Slots `0 .. num_slots - 1`, the blocks of a pool; checkpoints are its cached blocks."""
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         self.num_slots, self._block_size = num_slots, block_size
-        self._free = list(reversed(range(num_slots)))
-        self._references = [0] * num_slots
-        self._checkpoints: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
-        self._hash_of: dict[int, BlockHash] = {}
+        self._pool = BlockPool(num_slots, run=1)
         self._owned: dict[str, _Owned] = {}
         self._held: dict[str, list[int]] = {}  # slots that are read or written beside the iterations
 
@@ -61,18 +55,19 @@ class StateCache:
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
         """Return the number of leading blocks that end at a checkpoint."""
-        return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self._checkpoints), 0)
+        return next((n for n in range(len(hashes), 0, -1) if self.has(hashes[n - 1])), 0)
 
     def has(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._checkpoints
+        return self._pool.find(block_hash) is not None
 
     def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
         """Keep checkpoints until `let_go`, as far as requests can spare the slots; return `hash -> slot`."""
         found = {}
         for block_hash in hashes:
-            if block_hash in self._checkpoints and self._has_spare:
-                slot = found[block_hash] = self._checkpoints[block_hash]
-                self._references[slot] += 1
+            slot = self._pool.find(block_hash)
+            if slot is not None and self._has_spare:
+                self._pool.share(slot)
+                found[block_hash] = slot
         self._held[name] = list(found.values())
         return found
 
@@ -86,7 +81,7 @@ class StateCache:
 
     def arrived(self, name: str, block_hash: BlockHash) -> None:
         """Publish the checkpoint for which `expect` gave a slot."""
-        self._register(self._held[name][0], block_hash)
+        self._pool.publish(self._held[name][0], block_hash)
 
     def let_go(self, name: str) -> None:
         """Release the slots under a name; do nothing if there are none."""
@@ -95,12 +90,10 @@ class StateCache:
 
     def admit(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
         """Start a request at the checkpoint after these blocks; no blocks: at an empty state."""
-        slot = NO_SLOT
-        if hashes:
-            slot = self._checkpoints[hashes[-1]]
-            self._checkpoints.move_to_end(hashes[-1])
-            self._references[slot] += 1
-        self._owned[request_id] = _Owned(slot)
+        slot = self._pool.find(hashes[-1]) if hashes else None
+        if slot is not None:
+            self._pool.share(slot)
+        self._owned[request_id] = _Owned(NO_SLOT if slot is None else slot)
 
     def plan(self, request_id: str, start: int, num_tokens: int, is_last: bool) -> StateSlots:
         """Return the slots of a request's next iteration, which computes `num_tokens` tokens from `start` on.
@@ -171,7 +164,7 @@ class StateCache:
             self._publish(slot, hashes, end)
         elif self._has_spare:
             self._drop_mark(owned)
-            self._references[slot] += 1
+            self._pool.share(slot)
             owned.mark = slot, hashes[end // self._block_size - 1]
 
     def take_back(self, request_id: str) -> None:
@@ -187,57 +180,24 @@ class StateCache:
         owned = self._owned.pop(request_id)
         if owned.mark is not None:
             slot, block_hash = owned.mark
-            self._register(slot, block_hash)
+            self._pool.publish(slot, block_hash)
             self._release(slot)
         for slots in owned.planned:
             for slot in (slots.source, slots.checkpoint, *slots.drafts):
                 self._release(slot)
         self._release(owned.current)
 
-    def check(self) -> None:
-        """Assert that no slot is lost or owned twice."""
-        references = [0] * self.num_slots
-        for slot in (slot for slots in self._held.values() for slot in slots):
-            references[slot] += 1
-        for owned in self._owned.values():
-            held = [
-                owned.current,
-                *(slot for each in owned.planned for slot in (each.source, each.checkpoint, *each.drafts)),
-            ]
-            held += [owned.mark[0]] if owned.mark is not None else []
-            for slot in held:
-                if slot != NO_SLOT:
-                    references[slot] += 1
-        assert references == self._references, "reference counts differ from the requests' slots"
-        cached = {slot for slot in self._hash_of if not references[slot]}
-        used = {slot for slot, count in enumerate(references) if count}
-        assert len(self._free) + len(cached) + len(used) == self.num_slots, "a slot is lost"
-        assert {h: s for s, h in self._hash_of.items()} == self._checkpoints, "hash maps differ"
-
     @property
     def _has_spare(self) -> bool:
         """True if a slot can be taken beside those that the requests are sure to need."""
         needed = sum(max(SLOTS_PER_REQUEST - each.num_chained, 0) for each in self._owned.values())
-        evictable = sum(not self._references[slot] for slot in self._checkpoints.values())
-        return len(self._free) + evictable > needed
+        return self._pool.num_free_blocks > needed
 
     def _take(self) -> int:
-        if not self._free and not self._evict():
+        if not self._pool.num_free_blocks:
             for owned in self._owned.values():  # marks are optional
                 self._drop_mark(owned)
-            self._evict()
-        slot = self._free.pop()
-        self._references[slot] = 1
-        return slot
-
-    def _evict(self) -> bool:
-        """Free the least recently used checkpoint without references; return False if there is none."""
-        for block_hash, slot in self._checkpoints.items():
-            if not self._references[slot]:
-                del self._checkpoints[block_hash], self._hash_of[slot]
-                self._free.append(slot)
-                return True
-        return False
+        return self._pool.allocate()
 
     def _drop_mark(self, owned: _Owned) -> None:
         if owned.mark is not None:
@@ -246,16 +206,8 @@ class StateCache:
 
     def _publish(self, slot: int, hashes: Sequence[BlockHash], tokens: int) -> None:
         if 0 < tokens // self._block_size <= len(hashes):
-            self._register(slot, hashes[tokens // self._block_size - 1])
-
-    def _register(self, slot: int, block_hash: BlockHash) -> None:
-        if block_hash not in self._checkpoints and slot not in self._hash_of:
-            self._checkpoints[block_hash] = slot
-            self._hash_of[slot] = block_hash
+            self._pool.publish(slot, hashes[tokens // self._block_size - 1])
 
     def _release(self, slot: int) -> None:
-        if slot == NO_SLOT:
-            return
-        self._references[slot] -= 1
-        if not self._references[slot] and slot not in self._hash_of:
-            self._free.append(slot)
+        if slot != NO_SLOT:
+            self._pool.release(slot)

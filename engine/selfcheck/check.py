@@ -1,19 +1,18 @@
 """Checks, and the child process that runs them; `engine.doctor.trials` is the parent."""
 
-import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self
 
 from neo_desktop.engine.cuda.errors import is_out_of_memory
-from neo_desktop.engine.doctor.outcome import Announcement, CheckError, Figures, Result
-from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.doctor.outcome import Announcement, CheckError, Figures, Outcome, Result
+from neo_desktop.engine.doctor.trials import START, Request, Subject
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
+from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +29,38 @@ class Check(Announcement):
         title = f"{checked.title}: {checked.levels[checked.position(level)].what}"
         return cls(f"{mechanism}-{level}", title, mechanism, level, deadline_s, run)
 
+    @property
+    def announcement(self) -> Announcement:
+        return Announcement(*(getattr(self, field.name) for field in fields(Announcement)))
+
 
 def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
-    """Run as the child process: read the request from stdin, write events to stdout.
+    """Run as the child process: read the request from stdin, write outcomes to stdout.
 
     Args:
         checks_of: the checks of a subject, in order. An error before the first check ends the run.
     """
-    # Libraries may print to stdout, so events use their own descriptor.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    request: Mapping[str, Any] = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, name="neo-desktop-end", daemon=True).start()
-    for mechanism, level in request["limits"].items():
+    requests, events = take_pipes()
+    tell, values = FrameWriter(events).put, read_frames(requests)
+    request: Request = next(values)
+    threading.Thread(target=_end_with_parent, args=(values,), name="neo-desktop-end", daemon=True).start()
+    for mechanism, level in request.limits.items():
         fallbacks.limit(mechanism, level, "a check failed", is_told=True)
-    done = set(request["done"])
     try:
-        for check in checks_of(Subject(**request["subject"])):
-            if check.name not in done:
-                _carry_out(check, out)
+        for check in checks_of(request.subject):
+            if check.name not in request.done:
+                tell(check.announcement)
+                tell(_carry_out(check))
             elif check.is_needed:
-                _say(out, event="again", deadline_s=check.deadline_s)
+                tell(replace(START, deadline_s=check.deadline_s))
                 check.run()
     except Exception as error:
-        _say(out, event="failed", error=_clause(error))
+        tell(START.outcome(Result.FAILED, _clause(error), {}))
         raise
-    _say(out, event="done")
+    tell(START.outcome(Result.OK, None, {}))
 
 
-def _carry_out(check: Check, out: TextIO) -> None:
-    _say(out, event="begin", check={f.name: getattr(check, f.name) for f in fields(Announcement)})
+def _carry_out(check: Check) -> Outcome:
     started = time.perf_counter()
     figures: Figures = {}
     result, error = Result.OK, None
@@ -75,7 +76,7 @@ def _carry_out(check: Check, out: TextIO) -> None:
     failed = check.mechanism if result is Result.FAILED else None
     if failed is not None and fallbacks.level(failed) == check.level:  # later checks avoid the level
         fallbacks.descend(failed, str(error))
-    _say(out, event="end", name=check.name, result=result, figures=figures, error=error)
+    return check.outcome(result, error, figures)
 
 
 def _clause(error: BaseException) -> str:
@@ -84,11 +85,6 @@ def _clause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _say(out: TextIO, **event: object) -> None:
-    out.write(json.dumps(event) + "\n")
-    out.flush()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
+def _end_with_parent(values: Iterator[object]) -> None:
+    next(values, None)
     os._exit(1)

@@ -87,8 +87,8 @@ def running(
     try:
         yield running_server
     finally:
-        if isinstance(engine, Engine) and isinstance(engine._iterations.executor, FakeExecutor):
-            engine._iterations.executor.open.set()
+        if isinstance(engine, Engine) and isinstance(engine.executor, FakeExecutor):
+            engine.executor.open.set()
         running_server.stop()
 
 

@@ -25,7 +25,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def executor(server: RunningServer) -> FakeExecutor:
-    return cast("FakeExecutor", server.engine._iterations.executor)
+    return cast("FakeExecutor", server.engine.executor)
 
 
 def letters(prompt: str, count: int, shift: int = 0) -> str:

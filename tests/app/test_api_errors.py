@@ -21,7 +21,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def executor(server: RunningServer) -> FakeExecutor:
-    return cast("FakeExecutor", server.engine._iterations.executor)
+    return cast("FakeExecutor", server.engine.executor)
 
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [

@@ -83,7 +83,7 @@ def test_a_model_has_aliases(http: httpx.Client) -> None:
 def test_seeds_that_mean_none(server: RunningServer, http: httpx.Client, seed: int) -> None:
     http.post(PATH, json=BODY | {"seed": seed})
     http.post(PATH, json=BODY | {"seed": 5})
-    seeds = [one.params.seed for one in server.engine._iterations.executor.seen]
+    seeds = [one.params.seed for one in server.engine.executor.seen]
     assert seeds[-4:] == [None, 5, 5, 5]
 
 

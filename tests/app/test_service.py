@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
+from kv_invariants import check_kv
 from seeds import seeds
 
 from neo_desktop.app.engines.generation import Generation
@@ -33,7 +34,7 @@ async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterato
     try:
         yield service
     finally:
-        cast("FakeExecutor", engine._iterations.executor).open.set()
+        cast("FakeExecutor", engine.executor).open.set()
         await service.stop()
 
 
@@ -86,7 +87,7 @@ def test_ten_thousand_requests_are_each_answered_or_refused(executor: FakeExecut
             for prompt, result in zip(prompts, results, strict=True):
                 assert result in ("refused", letters(len(prompt), 3))
             await until(lambda: is_idle(service))
-            engine._kv_cache.check()
+            check_kv(engine._kv_cache)
             assert (await collect(await service.submit(["after"], SamplingParams(max_tokens=2))))[0]
 
     asyncio.run(scenario())
@@ -144,7 +145,7 @@ def test_readers_that_leave_at_random_leak_nothing(executor: FakeExecutor, seed:
             results = await asyncio.gather(*readers, return_exceptions=True)
             assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
             await until(lambda: is_idle(service))
-            engine._kv_cache.check()
+            check_kv(engine._kv_cache)
 
     asyncio.run(scenario())
 

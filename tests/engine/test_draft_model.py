@@ -11,6 +11,7 @@ from cost_models import machine
 from engine_fakes import FakeExecutor, make_request, next_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_invariants import check_kv
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import drafting as drafting_module
@@ -70,7 +71,7 @@ def test_every_draft_is_the_models_own_whatever_happened_to_requests_before(data
         asked = data.draw(st.permutations(requests))[:4]
         width = data.draw(st.integers(1, 8))
         drafts = model.draft_all(asked, width)
-        kv.check()
+        check_kv(kv)
         for request, draft in zip(asked, drafts, strict=True):
             assert len(draft) in (0, width)
             assert list(draft) == following(request, len(draft))

@@ -17,7 +17,6 @@ from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.generate import run
 from neo_desktop.engine.sampling_params import Pooling
 from neo_desktop.engine.schedule.policies import POLICIES
 
@@ -83,12 +82,10 @@ def test_beside_outputs_with_little_memory_nothing_changes(
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
-        start = engine._iterations.executor.start
-        monkeypatch.setattr(
-            engine._iterations.executor, "start", lambda plan: device.submit(start(plan)).result
-        )
+        start = engine.executor.start
+        monkeypatch.setattr(engine.executor, "start", lambda plan: device.submit(start(plan)).result)
         each = [params for _ in prompts() for params in (GREEDY, mean, last)]
-        outputs = run(engine, [prompt for prompt in prompts() for _ in range(3)], each)
+        outputs = engine.run([prompt for prompt in prompts() for _ in range(3)], each)
         stats = engine.stats()
         assert stats.num_preemptions + stats.num_moves > 0, "the test did not reach what it is about"
         assert_is_idle(engine)

@@ -98,10 +98,8 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
-        start = engine._iterations.executor.start
-        monkeypatch.setattr(
-            engine._iterations.executor, "start", lambda plan: device.submit(start(plan)).result
-        )
+        start = engine.executor.start
+        monkeypatch.setattr(engine.executor, "start", lambda plan: device.submit(start(plan)).result)
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_is_idle(engine)
@@ -202,7 +200,7 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
     """Requests that arrive before its planning are part of the next iteration."""
     first, second = prompts(5)[3:5]
     expected = [completion.token_ids for completion in llama.generate([first, second], GREEDY)]
-    start, plans = llama._iterations.executor.start, []
+    start, plans = llama.executor.start, []
 
     def started(plan: IterationPlan) -> Wait:
         plans.append([sequence.request_id for sequence in plan.sequences])
@@ -210,7 +208,7 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
 
     seen: dict[str, list[int]] = {"a": [], "b": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama._iterations.executor, "start", started)
+        patch.setattr(llama.executor, "start", started)
         llama.add("a", llama.prepare(first, GREEDY))
         while llama.has_work:
             llama.collect()

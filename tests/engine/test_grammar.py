@@ -115,10 +115,8 @@ def test_policies_moves_and_preemptions_change_no_token(
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
-        start = engine._iterations.executor.start
-        monkeypatch.setattr(
-            engine._iterations.executor, "start", lambda plan: device.submit(start(plan)).result
-        )
+        start = engine.executor.start
+        monkeypatch.setattr(engine.executor, "start", lambda plan: device.submit(start(plan)).result)
         outputs = engine.generate(prompts, params)
         stats = engine.stats()
         assert stats.num_preemptions + stats.num_moves > 0, "the test did not reach what it is about"

@@ -12,6 +12,7 @@ import pytest
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_invariants import check_kv
 from reserve_case import MEASURED_TIERS, PARAMS, PROMPTS, RESERVE, Machine, tiny_engine
 
 from neo_desktop import SamplingParams
@@ -81,7 +82,7 @@ def test_every_request_ends_with_its_own_tokens_however_the_caches_change(
     tokens: dict[str, list[int]] = defaultdict(list)
     for _ in range(3000):
         iterations.collect()
-        kv.check()
+        check_kv(kv)
         for output in iterations.take_outputs():
             tokens[output.request_id] += [token.token_id for token in output.tokens]
         if not list(scheduler.queues):
@@ -141,7 +142,7 @@ def test_tokens_stay_the_same_while_memory_goes_and_comes(
     available = [RESERVE - 10**5 if i % 4 < 2 else 10**6 for i in range(10_000)]
     with tiny_engine(policy, dtype, Machine(available)) as engine, caplog.at_level(logging.INFO):
         outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
-        engine._kv_cache.check()
+        check_kv(engine._kv_cache)
         for what in ("gave back", "again"):
             is_told = sum(what in record.message for record in caplog.records) > 2
             assert is_told, "the test did not reach what it is about"
@@ -158,7 +159,7 @@ def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: 
     with tiny_engine("fastdecode", machine=machine) as engine:
         engine.generate(PROMPTS, PARAMS)
         machine.available = lambda: 0  # type: ignore[method-assign]
-        engine._iterations._reserve._available = machine.available  # type: ignore[union-attr]
+        engine._reserve._available = machine.available  # type: ignore[union-attr]
         engine_loop = loop.EngineLoop(engine, lambda some: [events.put(event) for event in some])
         thread = Thread(target=engine_loop.run)
         thread.start()

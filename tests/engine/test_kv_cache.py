@@ -9,6 +9,7 @@ from cost_models import THIRD
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kv_invariants import check_kv
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntView
@@ -185,7 +186,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_owned_twice(self) -> None:
-        self.kv.check()
+        check_kv(self.kv)
 
     @invariant()
     def a_table_in_a_plan_stays_as_it_was(self) -> None:
@@ -204,10 +205,10 @@ class KVCacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for request_id in self.owners:
             self.kv.free(request_id)
-        self.kv.check()
+        check_kv(self.kv)
         for tier, num_blocks in NUM_BLOCKS.items():
             assert self.kv.set_limit(tier, num_blocks)
-            self.kv.check()
+            check_kv(self.kv)
             assert self.kv.num_free_blocks(tier) == num_blocks
 
 
@@ -265,7 +266,7 @@ def test_nobody_waits_for_one_who_has_gone() -> None:
     admit(kv, "first", prompt, KVTier.DEVICE)
     kv.free("first")
     assert not kv.is_mostly_coming(18, hashes(prompt), KVTier.DEVICE)
-    kv.check()
+    check_kv(kv)
 
 
 def test_a_move_shares_what_is_there_already() -> None:
@@ -277,7 +278,7 @@ def test_a_move_shares_what_is_there_already() -> None:
     assert copies is not None
     assert [copy.source for copy in copies] == [KVTier.DEVICE]  # only the last, partly filled block
     assert kv.usage()[KVTier.HOST].num_used_blocks == 4
-    kv.check()
+    check_kv(kv)
 
 
 def test_those_who_move_together_bring_what_they_share_once() -> None:
@@ -292,7 +293,7 @@ def test_those_who_move_together_bring_what_they_share_once() -> None:
     for number in range(4):
         kv.arrived(f"{number}", hashes([*prompt, number]))
     assert admit(kv, "later", [*prompt, 8], KVTier.HOST) == 16
-    kv.check()
+    check_kv(kv)
 
 
 def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() -> None:
@@ -314,7 +315,7 @@ def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() 
                 assert run.tolist() == list(range(run[0], run[0] + len(run)))
         for name in names:
             kv.free(name)
-        kv.check()
+        check_kv(kv)
 
 
 def test_room_that_was_left_for_a_request_to_grow_is_given_to_others_when_they_need_it() -> None:
@@ -368,11 +369,11 @@ def test_held_blocks_stay_until_they_are_let_go() -> None:
     assert kv.num_free_blocks(tier) == NUM_BLOCKS[tier] - 2
     admit(kv, "b", [99] * (NUM_BLOCKS[tier] - 2) * BLOCK_SIZE, tier)
     assert kv.hold("another", hashes(prompt), tier) == found
-    kv.check()
+    check_kv(kv)
     for name in ("writer", "another", "b"):
         kv.let_go(name)
     assert kv.num_used_blocks(tier) == 0
-    kv.check()
+    check_kv(kv)
 
 
 def test_expected_blocks_are_found_once_they_have_arrived() -> None:
@@ -386,4 +387,4 @@ def test_expected_blocks_are_found_once_they_have_arrived() -> None:
     kv.commit("reader", hashes(prompt), 3 * BLOCK_SIZE)
     kv.let_go("reader")
     assert kv.num_leading(hashes(prompt), tier) == 3
-    kv.check()
+    check_kv(kv)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from engine_fakes import FakeExecutor, make_request, reference_output
+from kv_invariants import check_kv
 
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.cache import KVCache
@@ -43,7 +44,7 @@ class Run:
             for gained in scheduler.update(executor.execute(plan)):
                 output = gained.take_output()
                 tokens[gained.owner_id] += [token.token_id for token in output.tokens]
-            self.kv.check()
+            check_kv(self.kv)
         for request in requests:
             assert tokens[request.owner_id] == reference_output(request, OUTPUT_TOKENS)
 

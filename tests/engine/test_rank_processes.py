@@ -15,12 +15,12 @@ from checkpoints import save_checkpoint
 from neo_desktop import Engine, SamplingParams, native
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine as OwnEngine
+from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.ranks import driver
 from neo_desktop.engine.execute.ranks.driver import DriverExecutor
 from neo_desktop.engine.execute.ranks.process import RankLostError
-from neo_desktop.engine.generate import EngineError
 from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.models.json_file import ModelError
 
@@ -67,7 +67,7 @@ def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
 
 
 def others_of(engine: Engine) -> list[psutil.Process]:
-    executor = engine._iterations.executor
+    executor = engine.executor
     assert isinstance(executor, DriverExecutor)
     return [psutil.Process(each.pid) for each in executor._leader.processes]
 
@@ -182,7 +182,7 @@ def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.Mo
         def fail(plan: IterationPlan) -> Wait:
             raise RuntimeError("a defect of rank 0")
 
-        monkeypatch.setattr(divided._iterations.executor._own, "start", fail)  # type: ignore[attr-defined]
+        monkeypatch.setattr(divided.executor._own, "start", fail)  # type: ignore[attr-defined]
         with pytest.raises(RankLostError, match="do not answer"):
             divided.generate(PROMPTS, PARAMS)
 

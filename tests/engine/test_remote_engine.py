@@ -60,13 +60,13 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
         )
     )
     seen: set[KVTier] = set()
-    start = engine._iterations.executor.start
+    start = engine.executor.start
 
     def watched(plan):  # type: ignore[no-untyped-def]
         seen.update(sequence.tier for sequence in plan.sequences)
         return start(plan)
 
-    engine._iterations.executor.start = watched  # type: ignore[method-assign]
+    engine.executor.start = watched  # type: ignore[method-assign]
     outputs = engine.generate(batch, GREEDY)
     assert [list(output.token_ids) for output in outputs] == expected
     assert_is_idle(engine)

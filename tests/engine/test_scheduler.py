@@ -10,6 +10,7 @@ from drafters import OftenRight
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_invariants import check_kv
 
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
@@ -84,7 +85,7 @@ class Harness:
     def start(self) -> IterationPlan | None:
         running = {f"{name}#0" for name in self.requests if f"{name}#0" in self.kv}
         plan = self.scheduler.schedule()
-        self.kv.check()
+        check_kv(self.kv)
         if plan is None:
             return None
         assert self.scheduler.queues.num_running <= self.max_batch_requests
@@ -104,14 +105,14 @@ class Harness:
         if plan is not None:
             if look_ahead:
                 self.scheduler.look_ahead()
-                self.kv.check()
+                check_kv(self.kv)
             self.finish(plan)
         return plan
 
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             self.outputs[output.request_id].append(output)
-        self.kv.check()
+        check_kv(self.kv)
 
     def run(self, max_iterations: int = 5000, look_ahead: bool = False) -> None:
         for _ in range(max_iterations):
@@ -215,7 +216,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
         elif action == "abort" and harness.requests:
             victim = data.draw(st.sampled_from(sorted(harness.requests)))
             harness.collect(harness.scheduler.abort(victim))
-        harness.kv.check()
+        check_kv(harness.kv)
     harness.run(look_ahead=data.draw(st.booleans()))
     harness.assert_all_answered()
 
@@ -383,7 +384,7 @@ def decisions(
             if request.is_complete:
                 queues.remove(request)
     assert queues.num_running == len(queues.waiting) == 0
-    kv_cache.check()
+    check_kv(kv_cache)
 
 
 @pytest.mark.parametrize("policy", ["neo", "auto"])

@@ -20,9 +20,10 @@ from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, an
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
-from neo_desktop.engine.simulation.simulator import Mismatch, simulate
+from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from neo_desktop.models.shapes import shape
+from research.mismatch import Mismatch, simulate_on
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
@@ -208,7 +209,7 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
     cost = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 400, KVTier.STREAMED: 60}
     exact, same = (
-        simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
+        simulate_on(mismatch, requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS)
         for mismatch in (None, Mismatch())
     )
     assert same.makespan_ms == pytest.approx(exact.makespan_ms, rel=1e-9)
@@ -232,7 +233,7 @@ def test_the_scheduler_learns_what_the_machine_truly_does(mismatch: Mismatch) ->
     requests = synthetic(400, 370, 45)
     tables = machine()
     blocks = {KVTier.DEVICE: 63, KVTier.HOST: 4096}
-    wrong = simulate(requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
+    wrong = simulate_on(mismatch, requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS)
     right = CorrectedCostModel.of(tables)
     right.correction.device, right.correction.host = mismatch.gpu_slowdown, mismatch.cpu_slowdown
     launched = mismatch.launch_ms / tables.linear(1)
@@ -263,7 +264,7 @@ def test_auto_is_not_much_below_gpu_only_whatever_the_tables_get_wrong(seed: int
 
     def requests_per_ms(policy: str) -> float:
         where = machine(gpu, model), blocks, BLOCK_SIZE, LIMITS
-        result = simulate(requests, POLICIES[policy], *where, mismatch=mismatch, seed=seed)
+        result = simulate_on(mismatch, requests, POLICIES[policy], *where, seed=seed)
         ends = sorted(request.finish_ms for request in result.finished)[len(requests) // 4 :]
         return len(ends) / (ends[-1] - ends[0])
 
@@ -386,11 +387,9 @@ def test_the_analytic_model_is_the_roofline() -> None:
 ALWAYS_ALL = Policy("static", (KVTier.DEVICE, KVTier.STREAMED))  # uses all room, even if copies do not hide
 
 
-def streamed(
-    policy: Policy, cost: TableCostModel, budget: KVBudget, mismatch: Mismatch | None = None
-) -> SimulationResult:
+def streamed(policy: Policy, cost: TableCostModel, budget: KVBudget) -> SimulationResult:
     requests = synthetic(60, 600, 100, seed=5)
-    return simulate(requests, policy, cost, budget.num_blocks(), BLOCK_SIZE, LIMITS, mismatch=mismatch)
+    return simulate(requests, policy, cost, budget.num_blocks(), BLOCK_SIZE, LIMITS)
 
 
 @pytest.mark.parametrize("gpu", ["gh200", "h100"])

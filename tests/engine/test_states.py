@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given
+from kv_invariants import check_states
 
 from neo_desktop.engine.batch import StateSlots
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
@@ -131,12 +132,12 @@ def test_every_iteration_reads_the_state_of_its_tokens(seed: int, requests: int,
     actions += [slots.begin_copy, slots.end_copy]
     for _ in range(150):
         slots.rng.choice(actions)()
-        slots.cache.check()
+        check_states(slots.cache)
     while slots.running:
         slots.end()
-        slots.cache.check()
+        check_states(slots.cache)
     slots.end_copy()
-    slots.cache.check()
+    check_states(slots.cache)
     assert slots.cache.has_room
 
 
@@ -154,4 +155,4 @@ def test_a_prompt_comes_back_from_its_last_checkpoint() -> None:
     assert cache.longest(first.hashes[:2]) == 2
     cache.free("first")
     assert cache.longest(first.hashes) == 4
-    cache.check()
+    check_states(cache)

@@ -12,6 +12,7 @@ from engine_fakes import FakeExecutor, free_blocks, make_request, reference_outp
 from hypothesis import given
 from hypothesis import strategies as st
 from idle import assert_is_idle
+from kv_invariants import check_kv
 from worker_process import WorkerProcess
 from worker_requests import ONE, Answers, expected, make_engine, prompts
 from workers import running_worker
@@ -150,7 +151,7 @@ class _Run:
     def _step(self) -> bool:
         rng, scheduler = self.rng, self.scheduler
         plan = scheduler.schedule()
-        self.kv.check()
+        check_kv(self.kv)
         if plan is None:
             return False
         if rng.random() < 0.3:

@@ -10,6 +10,7 @@ from async_policy import AllAsync
 from checkpoints import transformers_greedy
 from cost_models import machine
 from drafters import Informed
+from kv_invariants import check_kv
 from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
 from seeds import first
 from traced_models import save
@@ -90,15 +91,15 @@ def test_drafts_change_no_token(
     with engine_of(folder, "auto") as engine:
         engine._scheduler._speculation = Speculation(Informed(answers, share), COST, 64)
         check(engine, folder)
-        engine._kv_cache.check()
+        check_kv(engine._kv_cache)
         speculative = engine.stats().speculative
         assert speculative is not None
         assert speculative.num_accepted_tokens > 20
         assert (speculative.num_accepted_tokens < speculative.num_drafted_tokens) == (share < 1)
-        executor = engine._iterations.executor
+        executor = engine.executor
         monkeypatch.setattr(executor, "start", Failing(executor.start))
         check(engine, folder)  # prompts come back: from checkpoints
-        engine._kv_cache.check()
+        check_kv(engine._kv_cache)
 
 
 class Failing:
@@ -127,7 +128,7 @@ def test_iterations_that_fail_leave_states_as_they_were(
 ) -> None:
     folder = folder_of(family)
     with engine_of(folder, "gpu-only") as engine:
-        executor = engine._iterations.executor
+        executor = engine.executor
         failing = Failing(executor.start)
         monkeypatch.setattr(executor, "start", failing)
         check(engine, folder)

@@ -57,7 +57,7 @@ def tiny_engine(policy: str, dtype: str = "auto", machine: Machine | None = None
     parts = take_memory(loaded, options, MEASURED_TIERS.get(policy))
     with Engine.from_parts(parts, policy) as engine:
         if machine is not None:
-            engine._iterations._reserve = HostReserve(
+            engine._reserve = HostReserve(
                 engine._scheduler, engine._kv_cache, parts.storage, RESERVE, machine.clock, machine.available
             )
         yield engine

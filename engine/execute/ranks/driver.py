@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +20,10 @@ from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.ranks.group import Group
-from neo_desktop.engine.execute.ranks.messages import (
-    Agreed,
-    Beginning,
-    Fitting,
-    Join,
-    Loaded,
-    Question,
-    Ready,
-)
+from neo_desktop.engine.execute.ranks.members import Beginning, Member
 from neo_desktop.engine.execute.ranks.plans import for_other_ranks
-from neo_desktop.engine.execute.ranks.process import EXIT_S, RankLostError, RankProcess
+from neo_desktop.engine.execute.ranks.process import RankLostError, RankProcess
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.models.rank import Rank
 
@@ -42,11 +32,12 @@ T = TypeVar("T")
 
 TIMEOUT_S = 120.0  # timeout of an all-reduce: another rank may compile kernels meanwhile
 ANSWER_S = 15.0  # timeout of an answer after an error
+EXIT_S = 5.0  # timeout for a process's end after an error
 POLL_S = 0.25
 
 
-class Driver:
-    """Rank 0: a `Member`, and the owner of the other ranks' processes.
+class Driver(Member):
+    """Rank 0, and the owner of the other ranks' processes.
 
     Args:
         device: Device of this rank.
@@ -57,16 +48,15 @@ class Driver:
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         count = options.tensor_parallel
-        self.rank = Rank(0, count)
         visible = [os.environ.copy() for _ in range(count)]
         check_gpus(count, device)
         if device.type == "cuda":
             names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
             for variables, name in zip(visible, names, strict=False):
                 variables["CUDA_VISIBLE_DEVICES"] = name
-        self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
+        folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
+        super().__init__(Rank(0, count), folder, TIMEOUT_S)
         self._threads = torch.get_num_threads(), native.default_num_threads()
-        self.group: Group | None = None  # set by `join`
         self._num_questions = 0
         self._lock = threading.Lock()
         self._lost: str | None = None
@@ -79,40 +69,17 @@ class Driver:
         self.processes = [
             RankProcess(
                 Beginning(
-                    rank_options,
-                    Rank(number, count),
-                    self._folder,
-                    TIMEOUT_S,
-                    list(sys.path),
-                    level,
-                    limits,
+                    rank_options, Rank(number, count), folder, TIMEOUT_S, list(sys.path), level, limits
                 ),
                 visible[number],
             )
             for number in range(1, count)
         ]
 
-    def join(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Form the group after all ranks have loaded their parts; `close` leaves the group."""
-        for process in self.processes:
-            theirs = process.answer(Loaded).dtype
-            if theirs != str(dtype):
-                raise RuntimeError(
-                    f"parts of the model were loaded in {dtype} and {theirs}: choose a --dtype"
-                )
-        self._tell(Join())
-        self.group = Group(self.rank, self._folder, device, TIMEOUT_S)
-
-    def agreed(self, fitting: Mapping[KVTier, int]) -> dict[KVTier, int]:
-        everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
-        least = {tier: min(blocks[tier] for blocks in everywhere) for tier in fitting}
-        self._tell(Agreed(least))
-        return least
-
-    def check_ready(self) -> None:
-        """Wait until all ranks are ready for plans."""
-        for process in self.processes:
-            process.answer(Ready)
+    def exchange(self, mine: T, combine: Callable[[Sequence[T]], T]) -> T:
+        result = combine([mine, *(process.answer() for process in self.processes)])
+        self._tell(result)
+        return result
 
     def send(self, message: object) -> None:
         """Send a message to all other ranks.
@@ -132,12 +99,11 @@ class Driver:
     def have_executed(self) -> bool:
         """Return True if all ranks have executed the plans sent so far, so that the next one can follow."""
         self._num_questions += 1
-        question = Question(self._num_questions)
-        self._tell(question)
+        self._tell(self._num_questions)
         deadline_s = time.monotonic() + ANSWER_S
         try:
             return all(
-                process.answer(Question, max(deadline_s - time.monotonic(), 0.0)) == question
+                process.answer(max(deadline_s - time.monotonic(), 0.0)) == self._num_questions
                 for process in self.processes
             )
         except Exception:  # `lost` reports the cause

@@ -95,7 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture
 def executor(server: RunningServer) -> ScriptedExecutor:
     """Executor of the server; it writes "yes" unless a test sets other answers."""
-    executor: ScriptedExecutor = server.engine._iterations.executor
+    executor: ScriptedExecutor = server.engine.executor
     executor.answers, executor.steps = ["yes"], threading.Semaphore(0)
     executor.open.set()
     return executor
