@@ -232,5 +232,5 @@ def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> i
     shared = form.named("embedding").nbytes(config.vocab_size, config.hidden_size, dtype)
     head = config.of_model.head
     if head is not None:
-        shared += form.named("head").nbytes(head.rows[0], head.columns, dtype)
+        shared += form.named("head").nbytes(head.rows, head.columns, dtype)
     return config.weight_bytes(dtype, form) - shared

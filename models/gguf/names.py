@@ -16,7 +16,6 @@ from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.tensors import GGUFTensor, halves_apart, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
-from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -215,15 +214,15 @@ def _decay_logarithm(stored: Tensor) -> Tensor:
 def _stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
     """Return tensors that hold a layer's experts -> the experts' names, one list per block of rows."""
     stacks: dict[str, list[list[str]]] = {}
-    for fused in matrices_of(config):
-        if fused.experts:
-            layer = _NUMBER.search(fused.weights[0])
-            prefix, kind = f"blk.{layer[1] if layer else 0}.", fused.name.rpartition("experts_")[2]
-            stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(fused.weights)]
-            if fused.biases:
-                stacks[f"{prefix}ffn_{kind}_exps.bias"] = [list(fused.biases)]
+    for matrix in config.own_matrices:
+        if matrix.experts:
+            layer = _NUMBER.search(matrix.weights[0])
+            prefix, kind = f"blk.{layer[1] if layer else 0}.", matrix.name.rpartition("experts_")[2]
+            stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(matrix.weights)]
+            if matrix.biases:
+                stacks[f"{prefix}ffn_{kind}_exps.bias"] = [list(matrix.biases)]
             if kind != "down":
-                stacks.setdefault(f"{prefix}ffn_gate_up_exps.weight", []).append(list(fused.weights))
+                stacks.setdefault(f"{prefix}ffn_gate_up_exps.weight", []).append(list(matrix.weights))
     return stacks
 
 

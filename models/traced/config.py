@@ -1,17 +1,16 @@
 """The configuration of a model whose stages are cut out of the code of `transformers`."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from neo_desktop.models import limits
-from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
+from neo_desktop.models.config import GenerationDefaults, ModelConfig, check_heads, generation_file
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Source, TracedSpec
@@ -40,29 +39,24 @@ class TracedConfig(ModelConfig):
         return ROTATIONS * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, Matrix]:
-        return {
-            fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None, fused.experts)
-            for fused in self.of_model.all_matrices
-        }
-
-    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
-        yield from self.matrices.items()
+    def all_matrices(self) -> tuple[Matrix, ...]:
+        spec = self.of_model
+        (rows, columns), name = spec.parameters[spec.embedding], (spec.embedding,)
+        return Matrix("embedding", name, (rows,), columns), *spec.all_matrices
 
     @property
-    def num_parameters(self) -> int:
-        others = sum(math.prod(shape) for shape in self.of_model.parameters.values())
-        return others + sum(matrix.weights for matrix in self.matrices.values())
+    def own_matrices(self) -> tuple[Matrix, ...]:
+        # A layer of multi-token prediction has the model's embedding and head.
+        return self.of_model.inner_matrices if self.source.predicts else self.all_matrices
 
     @property
-    def active_parameters(self) -> int:
-        moe_layers = self.of_model.moe_layers
-        idle = sum(
-            sum(fused.rows) * fused.columns * (moe.count - moe.per_token) // moe.count
-            for moe in moe_layers
-            for fused in moe.matrices
-        )
-        return self.num_parameters - idle
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        of_model = self.of_model
+        return {name: shape for name, shape in of_model.parameters.items() if name != of_model.embedding}
+
+    @property
+    def wide_tensors(self) -> tuple[str, ...]:
+        return self.of_model.wide
 
 
 def read_config(path: Path) -> ModelConfig:
