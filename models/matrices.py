@@ -31,6 +31,14 @@ class Matrix:
         return sum(self.part_rows)
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights and biases."""
+        found: dict[str, tuple[int, ...]] = {}
+        for names, columns in ((self.weights, (self.columns,)), (self.biases, ())):
+            found |= {name: (rows, *columns) for name, rows in zip(names, self.part_rows, strict=False)}
+        return found
+
+    @property
     def num_weights(self) -> int:
         """Numbers of the matrix and its bias."""
         return self.rows * (self.columns + bool(self.biases))

@@ -85,7 +85,6 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower 
     try:
         config = traced_config(
             Source(path, json.dumps(values), transposed=family.transposed(text)),
-            text["max_position_embeddings"],
             architecture=values["architectures"][0],
             **known,
         )

@@ -105,20 +105,19 @@ def read_traced(path: Path) -> TracedConfig:
                 section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    described, generation = spec(Source(path)), generation_file(path)
-    eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
+    source, generation = Source(path), generation_file(path)
+    described = spec(source)
     return traced_config(
-        Source(path),
-        described.context_tokens,
+        source,
         architecture=_architecture(file),
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=generation.token_ids("eos_token_id", ()) or described.eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
         generation=GenerationDefaults.from_json(generation),
     )
 
 
-def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> TracedConfig:
+def traced_config(source: Source, **stated: Any) -> TracedConfig:
     """Return a model's configuration, completed from its code.
 
     Args:
@@ -131,7 +130,7 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
 
     found = spec(source)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
-    max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
+    max_context_tokens = min(found.context_tokens, found.most_tokens or found.context_tokens)
     return TracedConfig(
         vocab_size=found.vocab_size,
         hidden_size=found.hidden_size,
@@ -171,26 +170,24 @@ def _experts(found: TracedSpec) -> ExpertsConfig | None:
 
 def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
     """Return the model's configuration with some parameters untied; see `Source`."""
-    return _changed(config, replace(config.source, untied=names), config.max_context_tokens)
+    return _changed(config, untied=names)
 
 
 def of_prediction(config: TracedConfig) -> TracedConfig:
     """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
-    return _changed(config, replace(config.source, predicts=True), config.max_context_tokens)
-
-
-def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
-    return traced_config(source, max_context_tokens, **{name: getattr(config, name) for name in _STATED})
+    return _changed(config, predicts=True)
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:
     """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
     if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
         return config
-    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
+    return _changed(config, is_long=True)
 
-    source = replace(config.source, is_long=True)
-    return _changed(config, source, spec(source).context_tokens)
+
+def _changed(config: TracedConfig, **of_source: Any) -> TracedConfig:
+    stated = {name: getattr(config, name) for name in _STATED}
+    return traced_config(replace(config.source, **of_source), **stated)
 
 
 def _architecture(file: JsonFile) -> str:
