@@ -46,7 +46,8 @@ class Layers:
     """
 
     def __init__(self, model: str, type_name: str, num_bytes: int) -> None:
-        sizes = [(name, shape(model).matrices[name]) for name in TURN]
+        matrices = dict(shape(model).each_matrix())
+        sizes = [(name, matrices[f"0.{name}"]) for name in TURN]
         self.dtype = DENSE.get(type_name, torch.float16)  # of x
         self.matrices = {name: [matrix(type_name, of.rows, of.columns)] for name, of in sizes}
         self.columns = {name: of.columns for name, of in sizes}

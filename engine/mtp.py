@@ -229,8 +229,10 @@ class MtpDrafting:
 
 def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> int:
     """Return the bytes of a layer's weights, without the model's embedding and output head."""
-    shared = form.named("embedding").nbytes(config.vocab_size, config.hidden_size, dtype)
-    head = config.of_model.head
-    if head is not None:
-        shared += form.named("head").nbytes(head.rows[0], head.columns, dtype)
+    own = {matrix.name for matrix in config.own_matrices}
+    shared = sum(
+        form.named(matrix.name).nbytes(matrix.rows, matrix.columns, dtype)
+        for matrix in config.all_matrices
+        if matrix.name not in own
+    )
     return config.weight_bytes(dtype, form) - shared

@@ -1,24 +1,26 @@
 """The configuration of a model, read once from a checkpoint's JSON; no other module sees that JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from neo_desktop.models import limits
-from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.experts_config import ExpertsConfig, expert_names
 from neo_desktop.models.families import described, experts_of, family_of, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.matrices import EMBEDDING, HEAD, Matrix
 from neo_desktop.models.rope import RopeConfig
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
 
+FINAL_NORM = "model.norm.weight"
 # Recommendations that the engine ignores, with the values that have no effect.
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty", "num_beams"), (1,)),
@@ -87,24 +89,6 @@ class GenerationDefaults:
         )
 
 
-class Matrix(NamedTuple):
-    """Shape of the matrices with one name. A layer's experts are stacked in one matrix."""
-
-    rows: int
-    columns: int
-    has_bias: bool
-    layers: tuple[int, ...] | None  # layers with this matrix; None: the head
-    experts: int = 0  # experts stacked in it; 0: not an expert matrix
-
-    @property
-    def copies(self) -> int:
-        return 1 if self.layers is None else len(self.layers)
-
-    @property
-    def weights(self) -> int:
-        return self.rows * (self.columns + self.has_bias)
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer: sizes, and the flags in which the families differ."""
@@ -136,7 +120,7 @@ class ModelConfig:
     generation: GenerationDefaults = GenerationDefaults()
     state_shapes: tuple[tuple[int, ...], ...] = ()  # a request's states in recurrent layers, float32
     depth: int = 0  # layers, those without attention included; 0: all have attention
-    table: tuple[tuple[str, Matrix], ...] = ()  # matrices, where they are not those of the decoder here
+    table: tuple[Matrix, ...] = ()  # matrices, where they are not those of the decoder here
 
     @classmethod
     def from_pretrained(cls, path: Path) -> "ModelConfig":
@@ -239,64 +223,59 @@ class ModelConfig:
         return self.qkv_heads * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, Matrix]:
-        if self.table:
-            return dict(self.table)
-        hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
-        table = {
-            "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
-            "output": Matrix(hidden, self.num_heads * self.head_dim, self.output_bias, layers),
-        }
-        experts = self.experts
-        with_experts = () if experts is None else experts.layers
-        dense = tuple(layer for layer in layers if layer not in with_experts)
-        if dense:
-            table["gate_up"] = Matrix(2 * intermediate, hidden, self.mlp_bias, dense)
-            table["down"] = Matrix(hidden, intermediate, self.mlp_bias, dense)
-        if experts is not None:
-            count, rows = experts.count, experts.count * experts.intermediate_size
-            table["router"] = Matrix(count, hidden, experts.router_bias, with_experts)
-            table["experts_gate"] = Matrix(rows, hidden, experts.bias, with_experts, count)
-            table["experts_up"] = Matrix(rows, hidden, experts.bias, with_experts, count)
-            down = count * hidden, experts.intermediate_size
-            table["experts_down"] = Matrix(*down, experts.bias, with_experts, count)
-        head = {} if self.tie_word_embeddings else {"head": Matrix(self.vocab_size, hidden, False, None)}
-        return table | head
+    def all_matrices(self) -> tuple[Matrix, ...]:
+        """The embedding, the layers' matrices in the order of their use, and an untied head."""
+        return self.table or _written_matrices(self)
+
+    @property
+    def own_matrices(self) -> tuple[Matrix, ...]:
+        """Matrices with weights in the model's checkpoint."""
+        return self.all_matrices
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names in checkpoints and shapes of the weights outside matrices."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.num_layers_in_all):
+            prefix = f"model.layers.{layer}."
+            found[f"{prefix}input_layernorm.weight"] = (self.hidden_size,)
+            found[f"{prefix}post_attention_layernorm.weight"] = (self.hidden_size,)
+            if self.qk_norm:
+                found[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
+                found[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
+            if self.attention_sinks:
+                found[f"{prefix}self_attn.sinks"] = (self.num_heads,)
+        return found | {FINAL_NORM: (self.hidden_size,)}
+
+    @property
+    def wide_tensors(self) -> tuple[str, ...]:
+        """Tensors that stay in float32."""
+        return ()
 
     def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
-        """Yield each matrix with its full name, "3.qkv" or "head"."""
-        for name, matrix in self.matrices.items():
-            names = [name] if matrix.layers is None else [f"{layer}.{name}" for layer in matrix.layers]
-            yield from ((full_name, matrix) for full_name in names)
+        """Yield each matrix but the embedding, with its name."""
+        yield from ((matrix.name, matrix) for matrix in self.all_matrices if matrix.name != "embedding")
 
     @property
     def num_parameters(self) -> int:
         """Distinct parameters; tied embeddings count once."""
-        norms = (2 * self.num_layers_in_all + 1) * self.hidden_size
-        norms += self.num_layers * self.qk_norm * 2 * self.head_dim
-        sinks = self.num_layers * self.num_heads if self.attention_sinks else 0
-        matrices = sum(m.copies * m.weights for m in self.matrices.values())
-        return self.vocab_size * self.hidden_size + norms + sinks + matrices
+        matrices = sum(matrix.num_weights for matrix in self.all_matrices)
+        return matrices + sum(prod(shape) for shape in self.tensors.values())
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses; only the experts of its routing count."""
-        if self.experts is None:
-            return self.num_parameters
-        expert_parameters = sum(m.copies * m.weights for m in self.matrices.values() if m.experts)
-        return (
-            self.num_parameters
-            - expert_parameters
-            + expert_parameters * self.experts.per_token // self.experts.count
-        )
+        mixtures = [matrix for matrix in self.all_matrices if matrix.experts]
+        idle = (each.num_weights // each.experts * (each.experts - each.per_token) for each in mixtures)
+        return self.num_parameters - sum(idle)
 
     def weight_bytes(self, dtype: torch.dtype, form: WeightFormat = DENSE) -> int:
         """Return the bytes of the weights in `dtype`, with matrices in this format."""
-        vocab, hidden = self.vocab_size, self.hidden_size
-        others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
-        matrices = sum(form.named(name).nbytes(m.rows, m.columns, dtype) for name, m in self.each_matrix())
-        embedding = form.named("embedding").nbytes(vocab, hidden, dtype)
-        return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
+        others, in_form = self.num_parameters, 0
+        for matrix in self.all_matrices:
+            others -= matrix.rows * matrix.columns
+            in_form += form.named(matrix.name).nbytes(matrix.rows, matrix.columns, dtype)
+        return others * dtype.itemsize + in_form
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:
         """Return the peak bytes of loading: the weights, and the largest overhead of loading one matrix."""
@@ -312,6 +291,39 @@ class ModelConfig:
     def attended_tokens(self, context: int) -> float:
         """Return the tokens of a context that a layer attends to, on average over the layers."""
         return sum(min(context, window or context) for window in self.layer_windows) / self.num_layers
+
+
+@lru_cache(maxsize=64)  # mixtures have thousands of names
+def _written_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
+    """Return the matrices of the project's own decoder."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    names = expert_names(config.architecture)
+    matrices = [Matrix("embedding", (EMBEDDING,), (config.vocab_size,), hidden)]
+
+    def add(name: str, modules: Sequence[str], rows: tuple[int, ...], columns: int, has_bias: bool) -> None:
+        prefix = f"model.layers.{name.partition('.')[0]}."
+        weights = tuple(f"{prefix}{module}.weight" for module in modules)
+        biases = tuple(f"{prefix}{module}.bias" for module in modules) if has_bias else ()
+        matrices.append(Matrix(name, weights, rows, columns, biases))
+
+    for layer in range(config.num_layers):
+        projections = [f"self_attn.{part}_proj" for part in "qkv"]
+        add(f"{layer}.qkv", projections, (q, kv, kv), hidden, config.qkv_bias)
+        add(f"{layer}.output", ["self_attn.o_proj"], (hidden,), q, config.output_bias)
+        if experts is None or layer not in experts.layers:
+            gates_and_ups = ["mlp.gate_proj", "mlp.up_proj"]
+            add(f"{layer}.gate_up", gates_and_ups, (inner, inner), hidden, config.mlp_bias)
+            add(f"{layer}.down", ["mlp.down_proj"], (hidden,), inner, config.mlp_bias)
+            continue
+        router, width = f"{names.block}.{names.router}", experts.intermediate_size
+        add(f"{layer}.router", [router], (experts.count,), hidden, experts.router_bias)
+        for kind, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            modules = names.of_each(kind, range(experts.count))
+            add(f"{layer}.experts_{kind}", modules, (rows,) * experts.count, columns, experts.bias)
+            matrices[-1] = replace(matrices[-1], experts=experts.count, per_token=experts.per_token)
+    head = [] if config.tie_word_embeddings else [Matrix("head", (HEAD,), (config.vocab_size,), hidden)]
+    return (*matrices, *head)
 
 
 def check_heads(

@@ -6,12 +6,13 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.expert_slots import ExpertSlots, expert_slots
+from neo_desktop.models.config import FINAL_NORM, ModelConfig
+from neo_desktop.models.expert_slots import expert_slots
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
@@ -45,7 +46,8 @@ class LayerWeights:
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head; one norm covers q and k
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
     sinks: Tensor | None  # [heads]: per head, the score of one more key whose value is zero
     output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
@@ -61,23 +63,13 @@ TURN = ("output", "gate_up", "down", "qkv")
 """The matrices between the attention of two layers, in order. The last one belongs to the next layer."""
 
 
-def empty_embedding(
-    form: WeightFormat, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-) -> Embedding:
-    """Return an embedding to be loaded; a tied head is the same object."""
-    embedding = form.named("embedding").empty(rows, columns, has_bias=False, dtype=dtype, device=device)
-    assert isinstance(embedding, Embedding)
-    return embedding
-
-
 class Decoder:
     """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.
 
     Args:
         form: storage format of the matrices.
+        main: has the embedding and the output head; None: the decoder has its own.
     """
-
-    expert_slots: ExpertSlots | None = None  # None: no experts move
 
     def __init__(
         self,
@@ -86,71 +78,82 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         form: WeightFormat = DENSE,
+        main: "Decoder | None" = None,
     ) -> None:
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.matrices: dict[str, Linear] = {}
-        """The matrices under the names of `WeightFormat.named`."""
-        matrices = config.matrices
-
-        def linear(name: str, layer: int | None = None) -> Linear:
-            matrix = matrices[name]
-            full_name = name if layer is None else f"{layer}.{name}"
-            made = form.named(full_name).empty(
-                matrix.rows, matrix.columns, has_bias=matrix.has_bias, dtype=dtype, device=device
-            )
-            self.matrices[full_name] = made
-            return made
-
-        def mlp(layer: int) -> GatedMLP | Experts:
-            if config.experts is None or layer not in config.experts.layers:
-                return GatedMLP(linear("gate_up", layer), linear("down", layer))
-            names = ("router", "experts_gate", "experts_up", "experts_down")
-            return Experts(*(linear(name, layer) for name in names))
-
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.embedding = empty_embedding(form, config.vocab_size, config.hidden_size, dtype, device)
-        self.matrices["embedding"] = self.embedding
-        normed_heads = config.num_heads + config.num_kv_heads
-        self.layers = [
-            LayerWeights(
-                input_norm=empty(config.hidden_size),
-                qkv=linear("qkv", index),
-                qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
-                sinks=empty(config.num_heads) if config.attention_sinks else None,
-                output=linear("output", index),
-                post_attention_norm=empty(config.hidden_size),
-                mlp=mlp(index),
+        wide = config.wide_tensors
+        self.tensors = {
+            name: torch.empty(shape, dtype=torch.float32 if name in wide else dtype, device=device)
+            for name, shape in config.tensors.items()
+        }
+        """The weights outside matrices, under their names in checkpoints."""
+        shared: dict[str, Linear] = {}
+        if main is not None:
+            shared = {"embedding": main.embedding, "head": main.lm_head}
+        self.matrices: dict[str, Linear] = {
+            matrix.name: shared[matrix.name]
+            if matrix.name in shared
+            else form.named(matrix.name).empty(
+                matrix.rows, matrix.columns, has_bias=bool(matrix.biases), dtype=dtype, device=device
             )
-            for index in range(config.num_layers)
-        ]
-        self.final_norm = empty(config.hidden_size)
-        self.lm_head: Linear = self.embedding if config.tie_word_embeddings else linear("head")
+            for matrix in config.all_matrices
+        }
+        """The matrices under the names of `WeightFormat.named`."""
+        embedding = self.matrices["embedding"]
+        assert isinstance(embedding, Embedding)
+        self.embedding: Embedding = embedding
+        self.lm_head: Linear = self.matrices.get("head", embedding)  # a tied head is the same object
         self.streamed_shares = UNMEASURED  # shares of offloaded matrices; replaced after profiling
         self.streamed_experts = UNMEASURED  # the same for experts in host memory
         moves = form.moves if isinstance(form, OffloadedFormat) else None
-        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
-        stacks = [(each.gate, each.up, each.down) for each in mixtures]
-        count = 0 if config.experts is None else config.experts.count
-        self.expert_slots = expert_slots(stacks, count, moves, device)
-        self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
+        experts = config.experts
+        self.expert_slots = (
+            None if experts is None else expert_slots(self._mixtures(), experts.count, moves, device)
+        )
+        """None: no experts move."""
+        self._gather()
+
+    def _mixtures(self) -> Iterator[tuple[Linear, Linear, Linear]]:
+        """Yield each layer's gates, ups and downs; gates and ups may be one matrix."""
+        of_experts = (matrix.name for matrix in self.config.all_matrices if matrix.experts)
+        for _, names in groupby(of_experts, lambda name: name.partition(".")[0]):
+            of_layer = [self.matrices[name] for name in names]
+            yield of_layer[0], of_layer[-2], of_layer[-1]
+
+    def _gather(self) -> None:
+        """Gather the layers' weights."""
+        config = self.config
+        self.layers = [self._layer(index) for index in range(config.num_layers)]
+        self.final_norm = self.tensors[FINAL_NORM]
+        self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(self.device)
+
+    def _layer(self, index: int) -> LayerWeights:
+        tensors, matrices, prefix = self.tensors, self.matrices, f"model.layers.{index}."
+
+        def mlp(*names: str) -> list[Linear]:
+            return [matrices[f"{index}.{name}"] for name in names]
+
+        return LayerWeights(
+            input_norm=tensors[f"{prefix}input_layernorm.weight"],
+            qkv=matrices[f"{index}.qkv"],
+            q_norm=tensors.get(f"{prefix}self_attn.q_norm.weight"),
+            k_norm=tensors.get(f"{prefix}self_attn.k_norm.weight"),
+            sinks=tensors.get(f"{prefix}self_attn.sinks"),
+            output=matrices[f"{index}.output"],
+            post_attention_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
+            mlp=GatedMLP(*mlp("gate_up", "down"))
+            if f"{index}.down" in matrices
+            else Experts(*mlp("router", "experts_gate", "experts_up", "experts_down")),
+        )
 
     def memory(self) -> dict[torch.device, int]:
         """Return the bytes of the weights per device."""
-        memory = Counter({self.device: sum(tensor.nbytes for tensor in self._others())})
+        memory = Counter({self.device: sum(tensor.nbytes for tensor in self.tensors.values())})
         for linear in dict.fromkeys((self.embedding, *self.linears())):
             memory.update(linear.memory())
         return dict(memory)
-
-    def _others(self) -> Iterator[Tensor]:
-        """Yield the weights outside linear layers."""
-        yield self.final_norm
-        for weights in self.layers:
-            yield from (weights.input_norm, weights.post_attention_norm)
-            yield from (tensor for tensor in (weights.qk_norm, weights.sinks) if tensor is not None)
 
     @property
     def sinks(self) -> list[Tensor] | None:

@@ -1,55 +1,44 @@
-"""A decoder's matrices, and the weights of checkpoints in each."""
+"""The matrices of a decoder, and the weights of checkpoints in each."""
 
-from neo_desktop.models.config import Matrix, ModelConfig
-from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.ties import EMBEDDING
-from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.sizes import FusedSizes
+from dataclasses import dataclass
 
-_MODULES = {
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "output": ["self_attn.o_proj"],
-    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "down": ["mlp.down_proj"],
-    "head": ["lm_head"],
-}
-"""Kind of a matrix -> its modules in Hugging Face checkpoints; `expert_names` has those of experts."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the project's own decoder
 
 
-def matrices_of(config: ModelConfig) -> list[FusedSizes]:
-    """Return the matrices of a checkpoint by layer, under the names of `WeightFormat.named`."""
-    if isinstance(config, TracedConfig):
-        spec = config.of_model
-        rows, columns = spec.parameters[spec.embedding]
-        embedding = FusedSizes((spec.embedding,), (), (rows,), columns, "embedding")
-        # A layer of multi-token prediction has the model's embedding and head.
-        return [*spec.inner_matrices] if config.source.predicts else [embedding, *spec.all_matrices]
-    embedding = FusedSizes((EMBEDDING,), (), (config.vocab_size,), config.hidden_size, "embedding")
-    by_layer = sorted(config.each_matrix(), key=lambda each: _layer(each[0], config.num_layers))
-    return [embedding, *(_written(config, name, matrix) for name, matrix in by_layer)]
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights with the same input, stacked by rows.
 
+    Args:
+        name: "3.qkv", "head" or "embedding", see `WeightFormat.named`.
+        weights: their names in checkpoints; empty in shapes for measurements.
+        part_rows: per weight.
+        biases: their names; empty: no biases.
+        experts: number of experts stacked in it; 0: not a matrix of experts.
+        per_token: number of experts that one token uses.
+    """
 
-def _layer(name: str, after: int) -> int:
-    layer = name.rpartition(".")[0]
-    return int(layer) if layer else after
+    name: str
+    weights: tuple[str, ...]
+    part_rows: tuple[int, ...]
+    columns: int
+    biases: tuple[str, ...] = ()
+    experts: int = 0
+    per_token: int = 0
 
+    @property
+    def rows(self) -> int:
+        return sum(self.part_rows)
 
-def _written(config: ModelConfig, name: str, matrix: Matrix) -> FusedSizes:
-    layer, _, kind = name.rpartition(".")
-    names = expert_names(config.architecture)
-    modules = _MODULES.get(kind, [f"{names.block}.{names.router}"])
-    if matrix.experts:
-        modules = names.of_each(kind.removeprefix("experts_"), range(matrix.experts))
-    rows, kv_rows = matrix.rows // len(modules), config.num_kv_heads * config.head_dim
-    return FusedSizes(
-        tuple(_of_layer(layer, f"{module}.weight") for module in modules),
-        tuple(_of_layer(layer, f"{module}.bias") for module in modules) if matrix.has_bias else (),
-        (matrix.rows - 2 * kv_rows, kv_rows, kv_rows) if kind == "qkv" else (rows,) * len(modules),
-        matrix.columns,
-        name,
-        matrix.experts,
-    )
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights and biases."""
+        found: dict[str, tuple[int, ...]] = {}
+        for names, columns in ((self.weights, (self.columns,)), (self.biases, ())):
+            found |= {name: (rows, *columns) for name, rows in zip(names, self.part_rows, strict=False)}
+        return found
 
-
-def _of_layer(layer: str, name: str) -> str:
-    return f"model.layers.{layer}.{name}" if layer else name
+    @property
+    def num_weights(self) -> int:
+        """Numbers of the matrix and its bias."""
+        return self.rows * (self.columns + bool(self.biases))

@@ -7,22 +7,10 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models import operators
-from neo_desktop.models.operators import multiply_experts, write_rows
 from neo_desktop.models.recurrent import Spans
 
-__all__ = [
-    "add_rms_norm",
-    "choose_experts",
-    "choose_tokens",
-    "multiply_experts",
-    "rope",
-    "rope_append",
-    "scan_state",
-    "short_convolution",
-    "silu_mul",
-    "write_rows",
-]
-
+multiply_experts = operators.multiply_experts
+write_rows = operators.write_rows
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul
 choose_experts = native.choose_experts

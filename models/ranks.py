@@ -82,13 +82,11 @@ def form_of_rank(form: WeightFormat, config: ModelConfig, rank: Rank) -> WeightF
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form
     rank_config = config_of_rank(config, rank)
-    whole, part = config.matrices, rank_config.matrices
+    whole, part = ({each.name: each.rows for each in of.own_matrices} for of in (config, rank_config))
 
     def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
-        kind = name.partition(".")[2]
-        if kind not in part:  # the embedding, and the head
-            return parts
-        return tuple(replace(shape, rows=shape.rows * part[kind].rows // whole[kind].rows) for shape in parts)
+        rows = part.get(name, whole[name])  # rank 0 alone has the head
+        return tuple(replace(shape, rows=shape.rows * rows // whole[name]) for shape in parts)
 
     return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
 

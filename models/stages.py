@@ -22,7 +22,7 @@ from torch import Tensor
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.attention import heads_of, specs_of
-from neo_desktop.models.decoder import TURN, Decoder, GatedMLP
+from neo_desktop.models.decoder import TURN, Decoder, GatedMLP, LayerWeights
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.moe import MoE, moe_layers
 from neo_desktop.models.operators import Operators, Store, rotation
@@ -169,8 +169,15 @@ class Stages:
         if index < config.num_layers:
             layer = layers[index]
             ops += [norm(layer.input_norm), matmul("qkv", layer.qkv, "scratch.normed", "qkv")]
-            ops += [rotate(operators, config, layer.qk_norm)]
+            ops += [rotate(operators, config, self._qk_norm(layer))]
         return ops
+
+    def _qk_norm(self, layer: LayerWeights) -> Tensor | None:
+        """Return the norm's weights, [heads + kv_heads, head_dim]: one norm covers queries and keys."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return None
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+        return torch.cat((layer.q_norm.expand(heads, -1), layer.k_norm.expand(kv_heads, -1)))
 
     def heads(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], as views.

@@ -35,7 +35,8 @@ class Scratch:
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
         """Allocate uninitialised memory for `rows` tokens."""
-        intermediate = config.intermediate_size if "gate_up" in config.matrices else 0
+        is_dense = any(name.endswith(".gate_up") for name, _ in config.each_matrix())
+        intermediate = config.intermediate_size if is_dense else 0
 
         def room(width: int) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)

@@ -13,7 +13,6 @@ from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
-from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import FLOATS
 from neo_desktop.models.weights import Weights
 
@@ -114,14 +113,14 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
     Fused matrices stay quantised if all their parts can.
     """
     matrices: dict[str, tuple[PartShape, ...]] = {}
-    for fused in matrices_of(config):
-        parts = [weights.tensors[name] for name in fused.weights]
+    for matrix in config.own_matrices:
+        parts = [weights.tensors[name] for name in matrix.weights]
         if any(part.is_quantised for part in parts):
             shapes = [
                 PartShape(part.blocks.type_name if part.blocks else part.type_name, part.shape[0])
                 for part in parts
             ]
-            matrices[fused.name] = tuple(merged(shapes) if fused.experts else shapes)
+            matrices[matrix.name] = tuple(merged(shapes) if matrix.experts else shapes)
     return StoredForm(stored=matrices)
 
 
@@ -133,8 +132,8 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
     elements = BY_NAME[type_name].elements
     return StoredForm(
         stored={
-            fused.name: (PartShape("Q8_0" if fused.columns % elements else type_name, sum(fused.rows)),)
-            for fused in matrices_of(config)
+            matrix.name: (PartShape("Q8_0" if matrix.columns % elements else type_name, matrix.rows),)
+            for matrix in config.own_matrices
         }
     )
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.matrices import EMBEDDING, HEAD
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig, untied
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the project's own decoder
 _ROWS = 4096  # compared at once
 _EQUAL: dict[tuple[object, ...], bool] = {}  # results of comparisons
 

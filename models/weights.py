@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,13 +19,11 @@ from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
-from neo_desktop.models.matrices import matrices_of
+from neo_desktop.models.matrices import HEAD, Matrix
 from neo_desktop.models.stored_tensor import FLOATS, Blocks, StoredTensor
-from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
+from neo_desktop.models.ties import are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import parts_of_stacks
-from neo_desktop.models.traced.sizes import FusedSizes
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -49,29 +46,9 @@ class NamedWeight:
 
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     """Yield all weights of a decoder."""
-    if isinstance(decoder, TracedDecoder):
-        yield from (_tensor(name, tensor) for name, tensor in decoder.tensors.items())
-    else:
-        yield from _written_tensors(decoder)
-    for fused in matrices_of(decoder.config):
-        yield from _parts(fused, decoder.matrices[fused.name])
-
-
-def _written_tensors(decoder: Decoder) -> Iterator[NamedWeight]:
-    """Yield the weights outside matrices."""
-    for index, layer in enumerate(decoder.layers):
-        prefix = f"model.layers.{index}."
-        yield _tensor(prefix + "input_layernorm.weight", layer.input_norm)
-        yield _tensor(prefix + "post_attention_layernorm.weight", layer.post_attention_norm)
-        if layer.qk_norm is not None:
-            heads = layer.qk_norm.tensor_split([decoder.config.num_heads])
-            for name, rows in zip(("q_norm", "k_norm"), heads, strict=True):  # a row per head, all equal
-                yield replace(
-                    _tensor(f"{prefix}self_attn.{name}.weight", rows[0]), load=partial(_copy_to_all, rows)
-                )
-        if layer.sinks is not None:
-            yield _tensor(prefix + "self_attn.sinks", layer.sinks)
-    yield _tensor("model.norm.weight", decoder.final_norm)
+    yield from (_tensor(name, tensor) for name, tensor in decoder.tensors.items())
+    for matrix in decoder.config.own_matrices:
+        yield from _parts(matrix, decoder.matrices[matrix.name])
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
@@ -81,17 +58,13 @@ def _tensor(name: str, weight: Tensor) -> NamedWeight:
     return NamedWeight(name, tuple(weight.shape), load, lambda: weight)
 
 
-def _copy_to_all(rows: Tensor, row: int, values: Tensor) -> None:
-    rows[:, row : row + len(values)].copy_(values)
-
-
-def _parts(fused: FusedSizes, linear: Linear) -> Iterator[NamedWeight]:
+def _parts(matrix: Matrix, linear: Linear) -> Iterator[NamedWeight]:
     """Yield the weights, then the biases, of a matrix."""
-    ends = accumulate(fused.rows)
-    parts = [slice(end - rows, end) for rows, end in zip(fused.rows, ends, strict=True)]
-    for name, part in zip(fused.weights, parts, strict=True):
-        yield _matrix(name, linear, fused.columns, part)
-    for name, part in zip(fused.biases, parts, strict=False):
+    ends = accumulate(matrix.part_rows)
+    parts = [slice(end - rows, end) for rows, end in zip(matrix.part_rows, ends, strict=True)]
+    for name, part in zip(matrix.weights, parts, strict=True):
+        yield _matrix(name, linear, matrix.columns, part)
+    for name, part in zip(matrix.biases, parts, strict=False):
         yield _bias(name, linear, part)
 
 

@@ -5,8 +5,9 @@ They have sizes alone: no names of weights, and only layers with attention are l
 
 import torch
 
-from neo_desktop.models.config import Matrix, ModelConfig
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.rope import RopeConfig
 
 _States = tuple[tuple[int, ...], ...]
@@ -36,20 +37,28 @@ def _shape(
         experts: layers with them, number, number per token, width.
     """
     num_layers, heads, kv_heads, head_dim = attention
-    table = {
-        kind: Matrix(rows, columns, False, tuple(range(layers)))
-        for kind, (layers, rows, columns) in matrices.items()
-    }
+    table = [Matrix("embedding", (), (vocab_size,), hidden_size)]
+    for kind, (layers, rows, columns) in matrices.items():
+        table += [Matrix(f"{layer}.{kind}", (), (rows,), columns) for layer in range(layers)]
     mixture = None
     if experts is not None:
-        layers, count, per_token, width = tuple(range(experts[0])), *experts[1:]
-        mixture, rows = ExpertsConfig(count, per_token, width, layers), count * width
-        table["router"] = Matrix(count, hidden_size, False, layers)
-        table["experts_gate"] = Matrix(rows * has_gates, hidden_size, False, layers, count)
-        table["experts_up"] = Matrix(rows, hidden_size, False, layers, count)
-        table["experts_down"] = Matrix(count * hidden_size, width, False, layers, count)
+        layers, count, per_token, width = experts
+        mixture, rows = ExpertsConfig(count, per_token, width, tuple(range(layers))), count * width
+        of_experts = {
+            "gate": (rows * has_gates, hidden_size),
+            "up": (rows, hidden_size),
+            "down": (count * hidden_size, width),
+        }
+        for layer in range(layers):
+            table += [
+                Matrix(f"{layer}.router", (), (count,), hidden_size),
+                *(
+                    Matrix(f"{layer}.experts_{kind}", (), (rows,), columns, (), count, per_token)
+                    for kind, (rows, columns) in of_experts.items()
+                ),
+            ]
     if not tied:
-        table["head"] = Matrix(vocab_size, hidden_size, False, None)
+        table.append(Matrix("head", (), (vocab_size,), hidden_size))
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -67,7 +76,7 @@ def _shape(
         dtype=torch.bfloat16,
         experts=mixture,
         depth=depth,
-        table=tuple(table.items()),
+        table=tuple(table),
         state_shapes=states,
         kv_parts=kv_parts,
     )

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from neo_desktop.engine.predict.offloaded_matmul import Rates, Sizes, product_time
-from neo_desktop.models.config import Matrix, ModelConfig
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import MoveBudget
 from neo_desktop.models.linear.protocol import WeightFormat
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.stored_form import StoredForm
 
 EXPERTS = "experts"  # name of a layer's experts as one matrix, some rows of which are resident

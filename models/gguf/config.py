@@ -20,8 +20,9 @@ from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.traced.config import TracedConfig, of_prediction, traced_config
-from neo_desktop.models.traced.sizes import FusedSizes, Source
+from neo_desktop.models.traced.sizes import Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
 """Keys are llama.cpp's names of architectures."""
@@ -84,7 +85,6 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower 
     try:
         config = traced_config(
             Source(path, json.dumps(values), transposed=family.transposed(text)),
-            text["max_position_embeddings"],
             architecture=values["architectures"][0],
             **known,
         )
@@ -188,7 +188,7 @@ def _stored_dtype(files: Sequence[GGUFFile]) -> torch.dtype:
 def _without_mixed_types(config: TracedConfig, quantised: Set[str]) -> TracedConfig:
     """Return the configuration with quantised matrices apart from others, which would be fused with them."""
 
-    def split(fused: FusedSizes) -> Iterator[FusedSizes]:
+    def split(fused: Matrix) -> Iterator[Matrix]:
         for are_quantised in (True, False):
             chosen = [
                 index for index, name in enumerate(fused.weights) if (name in quantised) == are_quantised
@@ -196,9 +196,10 @@ def _without_mixed_types(config: TracedConfig, quantised: Set[str]) -> TracedCon
             if chosen:
                 yield replace(
                     fused,
+                    name=fused.weights[chosen[0]].removesuffix(".weight"),
                     weights=tuple(fused.weights[index] for index in chosen),
+                    part_rows=tuple(fused.part_rows[index] for index in chosen),
                     biases=tuple(fused.biases[index] for index in chosen if fused.biases),
-                    rows=tuple(fused.rows[index] for index in chosen),
                 )
 
     matrices = tuple(each for fused in config.of_model.matrices for each in split(fused))

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.family import Family, Values
 from neo_desktop.models.gguf.tensors import GGUFTensor, halves_apart, joined
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
-from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.decoder import TracedDecoder
-from neo_desktop.models.weights import named_weights
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(?:\.(?:weight|bias))?")
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)\.(.+)")
@@ -47,15 +43,13 @@ class TensorNames:
 
     def __init__(self, config: ModelConfig, architecture: str, family: Family) -> None:
         values: Values = {"num_hidden_layers": config.num_layers}
-        make: type[Decoder] = Decoder
         if isinstance(config, TracedConfig):
             values = json.loads(config.source.config_json or "{}")
-            values, make = values.get("text_config", values), TracedDecoder
+            values = values.get("text_config", values)
         self._stacks = _stacks(config)
-        stacked = {name for blocks in self._stacks.values() for names in blocks for name in names}
-        decoder = make(config, dtype=config.dtype, device=torch.device("meta"))
-        weights = named_weights(decoder)
-        self._shapes = {each.name: each.shape for each in weights if each.name not in stacked}
+        self._shapes = config.tensors
+        for matrix in config.own_matrices:
+            self._shapes |= {} if matrix.experts else matrix.shapes
         self._family, self._layers = family, values["num_hidden_layers"]
         self._predicting: str | None = None  # prefix of the layer of multi-token prediction that is meant
         if isinstance(config, TracedConfig) and config.source.predicts:
@@ -215,15 +209,15 @@ def _decay_logarithm(stored: Tensor) -> Tensor:
 def _stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
     """Return tensors that hold a layer's experts -> the experts' names, one list per block of rows."""
     stacks: dict[str, list[list[str]]] = {}
-    for fused in matrices_of(config):
-        if fused.experts:
-            layer = _NUMBER.search(fused.weights[0])
-            prefix, kind = f"blk.{layer[1] if layer else 0}.", fused.name.rpartition("experts_")[2]
-            stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(fused.weights)]
-            if fused.biases:
-                stacks[f"{prefix}ffn_{kind}_exps.bias"] = [list(fused.biases)]
+    for matrix in config.own_matrices:
+        if matrix.experts:
+            layer = _NUMBER.search(matrix.weights[0])
+            prefix, kind = f"blk.{layer[1] if layer else 0}.", matrix.name.rpartition("experts_")[2]
+            stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(matrix.weights)]
+            if matrix.biases:
+                stacks[f"{prefix}ffn_{kind}_exps.bias"] = [list(matrix.biases)]
             if kind != "down":
-                stacks.setdefault(f"{prefix}ffn_gate_up_exps.weight", []).append(list(fused.weights))
+                stacks.setdefault(f"{prefix}ffn_gate_up_exps.weight", []).append(list(matrix.weights))
     return stacks
 
 

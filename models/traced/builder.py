@@ -50,7 +50,7 @@ class Builder:
         # A layer of multi-token prediction has given hidden states, never given embeddings.
         self._embeddings = () if decoder.config.source.predicts else found.pieces[0].carried[:1]
         self._products: dict[str, Part] = {
-            weight: Part(decoder.matrices[fused.name], fused.rows, index)
+            weight: Part(decoder.matrices[fused.name], fused.part_rows, index)
             for fused in decoder.spec.all_matrices
             for index, weight in enumerate(fused.weights)
         }

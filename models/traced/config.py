@@ -1,17 +1,16 @@
 """The configuration of a model whose stages are cut out of the code of `transformers`."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from neo_desktop.models import limits
-from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
+from neo_desktop.models.config import GenerationDefaults, ModelConfig, check_heads, generation_file
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Source, TracedSpec
@@ -40,29 +39,24 @@ class TracedConfig(ModelConfig):
         return ROTATIONS * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, Matrix]:
-        return {
-            fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None, fused.experts)
-            for fused in self.of_model.all_matrices
-        }
-
-    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
-        yield from self.matrices.items()
+    def all_matrices(self) -> tuple[Matrix, ...]:
+        spec = self.of_model
+        (rows, columns), name = spec.parameters[spec.embedding], (spec.embedding,)
+        return Matrix("embedding", name, (rows,), columns), *spec.all_matrices
 
     @property
-    def num_parameters(self) -> int:
-        others = sum(math.prod(shape) for shape in self.of_model.parameters.values())
-        return others + sum(matrix.weights for matrix in self.matrices.values())
+    def own_matrices(self) -> tuple[Matrix, ...]:
+        # A layer of multi-token prediction has the model's embedding and head.
+        return self.of_model.inner_matrices if self.source.predicts else self.all_matrices
 
     @property
-    def active_parameters(self) -> int:
-        moe_layers = self.of_model.moe_layers
-        idle = sum(
-            sum(fused.rows) * fused.columns * (moe.count - moe.per_token) // moe.count
-            for moe in moe_layers
-            for fused in moe.matrices
-        )
-        return self.num_parameters - idle
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        of_model = self.of_model
+        return {name: shape for name, shape in of_model.parameters.items() if name != of_model.embedding}
+
+    @property
+    def wide_tensors(self) -> tuple[str, ...]:
+        return self.of_model.wide
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -111,20 +105,19 @@ def read_traced(path: Path) -> TracedConfig:
                 section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    described, generation = spec(Source(path)), generation_file(path)
-    eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids
+    source, generation = Source(path), generation_file(path)
+    described = spec(source)
     return traced_config(
-        Source(path),
-        described.context_tokens,
+        source,
         architecture=_architecture(file),
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=generation.token_ids("eos_token_id", ()) or described.eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
         generation=GenerationDefaults.from_json(generation),
     )
 
 
-def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> TracedConfig:
+def traced_config(source: Source, **stated: Any) -> TracedConfig:
     """Return a model's configuration, completed from its code.
 
     Args:
@@ -137,7 +130,7 @@ def traced_config(source: Source, max_context_tokens: int, **stated: Any) -> Tra
 
     found = spec(source)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
-    max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
+    max_context_tokens = min(found.context_tokens, found.most_tokens or found.context_tokens)
     return TracedConfig(
         vocab_size=found.vocab_size,
         hidden_size=found.hidden_size,
@@ -177,26 +170,24 @@ def _experts(found: TracedSpec) -> ExpertsConfig | None:
 
 def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
     """Return the model's configuration with some parameters untied; see `Source`."""
-    return _changed(config, replace(config.source, untied=names), config.max_context_tokens)
+    return _changed(config, untied=names)
 
 
 def of_prediction(config: TracedConfig) -> TracedConfig:
     """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
-    return _changed(config, replace(config.source, predicts=True), config.max_context_tokens)
-
-
-def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:
-    return traced_config(source, max_context_tokens, **{name: getattr(config, name) for name in _STATED})
+    return _changed(config, predicts=True)
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:
     """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
     if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
         return config
-    from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
+    return _changed(config, is_long=True)
 
-    source = replace(config.source, is_long=True)
-    return _changed(config, source, spec(source).context_tokens)
+
+def _changed(config: TracedConfig, **of_source: Any) -> TracedConfig:
+    stated = {name: getattr(config, name) for name in _STATED}
+    return traced_config(replace(config.source, **of_source), **stated)
 
 
 def _architecture(file: JsonFile) -> str:

@@ -11,11 +11,12 @@ from neo_desktop.models.expert_operators import ExpertScratch, gated
 from neo_desktop.models.expert_slots import LayerSlots
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first_matrix
-from neo_desktop.models.traced.sizes import FusedSizes, Mixed
+from neo_desktop.models.traced.sizes import Mixed
 
 
 def mixed(call: ExpertsCall, names: Mapping[int, str], index: int) -> Mixed:
@@ -38,12 +39,13 @@ def mixed(call: ExpertsCall, names: Mapping[int, str], index: int) -> Mixed:
     gating = _gating(module._apply_gate) if module.has_gate else _squared(module.act_fn)
     parameters = names[id(gate_up)], names[id(down)]
 
-    def matrix(kind: str) -> FusedSizes:
+    def matrix(kind: str) -> Matrix:
         parameter, rows, columns = parameters[0], intermediate, hidden
         if kind == "down":
             parameter, rows, columns = parameters[1], hidden, intermediate
         weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
-        return FusedSizes(weights, (), (rows,) * count, columns, f"{index}.experts_{kind}", count)
+        name, each = f"{index}.experts_{kind}", (rows,) * count
+        return Matrix(name, weights, each, columns, experts=count, per_token=call.per_token)
 
     return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
 

@@ -147,17 +147,12 @@ class RowBuffers:
 
     def __init__(self, buffers: list[Buffer]) -> None:
         self.buffers = buffers
-        self.steps: list[Step] = []
-        self.calls: list[tuple[int, Call]] = []  # with the number of steps before
+        self.steps: list[Step] = []  # after the last call
+        self._parts: list[Sequence[Step] | Call] = []
 
     def stage(self) -> RowStage:
         """Return the stage with every step and call."""
-        parts: list[Sequence[Step] | Call] = []
-        first = 0
-        for end, call in self.calls:
-            parts += [self.steps[first:end], call]
-            first = end
-        return RowStage(self.buffers, [*parts, self.steps[first:]])
+        return RowStage(self.buffers, [*self._parts, self.steps])
 
     def call(self, function: Callable[..., None], values: list[Value], like: Value, dim: int) -> Value:
         """Call a function of row buffers between two programs.
@@ -169,7 +164,8 @@ class RowBuffers:
         inputs = tuple((self.packed(x), row_shape(x.at, row_dim(x.at))) for x in values)
         own = row_shape(like.at, dim)
         into = self.room(torch.Size(own).numel(), like.dtype)
-        self.calls.append((len(self.steps), Call(function, inputs, (into, own))))
+        self._parts += [self.steps, Call(function, inputs, (into, own))]
+        self.steps = []
         return self.value(into, tuple(like.at.shape), dim, like.dtype)
 
     def step(

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from neo_desktop.models.experts_config import ExpertsConfig, Gating
+from neo_desktop.models.matrices import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +52,6 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedSizes:
-    """Matrices with the same input, stacked by rows."""
-
-    weights: tuple[str, ...]
-    biases: tuple[str, ...]  # empty, or one per matrix
-    rows: tuple[int, ...]  # per matrix
-    columns: int
-    label: str = ""  # its name; empty: named after the first matrix
-    experts: int = 0  # 0: not a matrix of experts
-
-    @property
-    def name(self) -> str:
-        """Name without the suffix `.weight`."""
-        return self.label or self.weights[0].removesuffix(".weight")
-
-
-@dataclass(frozen=True, slots=True)
 class Mixed:
     """A layer's mixture of experts; some have no gates."""
 
@@ -75,20 +59,20 @@ class Mixed:
     down: str  # the parameter [experts, hidden, intermediate]
     count: int
     per_token: int
-    matrices: tuple[FusedSizes, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
+    matrices: tuple[Matrix, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
     gating: Gating = "silu"
 
     @property
     def hidden_size(self) -> int:
         """Width of the experts' inputs and outputs."""
-        return self.matrices[-1].rows[0]
+        return self.matrices[-1].part_rows[0]
 
     @property
     def config(self) -> ExpertsConfig:
         """Sizes of the experts, without the numbers of layers."""
         return ExpertsConfig(self.count, self.per_token, self.matrices[-1].columns, (), gating=self.gating)
 
-    def of(self, parameter: str) -> tuple[FusedSizes, ...]:
+    def of(self, parameter: str) -> tuple[Matrix, ...]:
         """Return the matrices in a parameter, `gate_up` or `down`."""
         return self.matrices[-1:] if parameter == self.down else self.matrices[:-1]
 
@@ -99,8 +83,8 @@ class TracedSpec:
 
     # name -> shape, of parameters outside the matrices
     parameters: dict[str, tuple[int, ...]] = field(hash=False)
-    matrices: tuple[FusedSizes, ...]  # in the order of their use, without the head
-    head: FusedSizes | None  # "head"; None: tied to the embedding
+    matrices: tuple[Matrix, ...]  # in the order of their use, without the head
+    head: Matrix | None  # "head"; None: tied to the embedding
     embedding: str  # name of the embedding's parameter
     vocab_size: int
     hidden_size: int  # width of the head's input
@@ -125,12 +109,12 @@ class TracedSpec:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def inner_matrices(self) -> tuple[FusedSizes, ...]:
+    def inner_matrices(self) -> tuple[Matrix, ...]:
         """Matrices of layers and experts, without the head."""
         return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
 
     @property
-    def all_matrices(self) -> tuple[FusedSizes, ...]:
+    def all_matrices(self) -> tuple[Matrix, ...]:
         """Matrices of layers and experts, and the head."""
         return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
+from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.traced import deepstack, predicting
 from neo_desktop.models.traced.capture import (
     EXPERTS,
@@ -31,7 +32,6 @@ from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import (
     Change,
-    FusedSizes,
     Source,
     TracedSpec,
     changed,
@@ -238,11 +238,11 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     for each in products[:-1]:
         if times[id(each.weight)] == 1 and id(each.weight) not in looked_up:
             groups.setdefault((id(each.x), each.bias is None), []).append(each)
-    matrices = tuple(_fused(group, names) for group in groups.values())
+    matrices = tuple(_matrix(group, names) for group in groups.values())
     is_tied = id(last.weight) in looked_up
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
-    head = None if is_tied else replace(_fused([last], names), label="head")
+    head = None if is_tied else replace(_matrix([last], names), name="head")
     moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]
@@ -291,12 +291,15 @@ def _carried_width(calls: Calls, hidden_size: int, *, has_gates: bool) -> int:
     return width + sum(2 * cached.kv_heads * cached.head_dim for key in {*keys} if keys.count(key) > 1)
 
 
-def _fused(products: list[Any], names: dict[int, str]) -> FusedSizes:
-    return FusedSizes(
-        weights=tuple(names[id(each.weight)] for each in products),
-        biases=tuple(names[id(each.bias)] for each in products if each.bias is not None),
-        rows=tuple(each.weight.shape[0] for each in products),
-        columns=products[0].weight.shape[1],
+def _matrix(products: list[Any], names: dict[int, str]) -> Matrix:
+    """Return the matrix of linear layers with one input, named after the first."""
+    weights = tuple(names[id(each.weight)] for each in products)
+    return Matrix(
+        weights[0].removesuffix(".weight"),
+        weights,
+        tuple(each.weight.shape[0] for each in products),
+        products[0].weight.shape[1],
+        tuple(names[id(each.bias)] for each in products if each.bias is not None),
     )
 
 

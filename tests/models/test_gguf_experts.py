@@ -54,8 +54,7 @@ def load(path: Path, *, keep: bool = False) -> Decoder:
         return load_model(checkpoint, config, dtype=torch.float32, device=CPU)
     form = stored_form(check_model(checkpoint, config), config)
     kept = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
-    if not config.qk_norm:  # in memory, qk norms have a row per head
-        assert kept.nbytes == config.weight_bytes(torch.float32, form)
+    assert kept.nbytes == config.weight_bytes(torch.float32, form)
     return kept
 
 

@@ -111,8 +111,8 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
         assert part.weight_bytes(torch.float32, form_of_rank(DENSE, config, rank)) == model.nbytes
         assert part.kv_bytes_per_token(torch.float32) * 4 == config.kv_bytes_per_token(torch.float32)
     embedding = config.vocab_size * config.hidden_size
-    matrices = sum(m.copies * m.weights for m in config.matrices.values()) - embedding  # all but the head
-    of_parts = [sum(m.copies * m.weights for m in part.matrices.values()) for part in parts]
+    matrices = sum(m.num_weights for _, m in config.each_matrix()) - embedding  # all but the head
+    of_parts = [sum(m.num_weights for _, m in part.each_matrix()) for part in parts]
     assert of_parts == [embedding + matrices // 4] + [matrices // 4] * 3
 
 

@@ -103,5 +103,5 @@ def test_mixtures_of_another_width_stay_on_the_device(tmp_path: Path) -> None:
     assert experts
     assert not experts & layer_matrices(config, PLAIN, torch.float32).keys()
     assert least_gpu_bytes(config, PLAIN, torch.float32) > sum(
-        4 * matrix.weights for name, matrix in config.each_matrix() if name in experts
+        4 * matrix.num_weights for name, matrix in config.each_matrix() if name in experts
     )

@@ -98,7 +98,7 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (3, 40, 17, 70)]
     model = load(folder)
-    matrices = sum(matrix.weights for matrix in model.config.matrices.values())
+    matrices = sum(matrix.num_weights for _, matrix in model.config.each_matrix())
     with Engine.from_pretrained(
         folder,
         device="cpu",
@@ -120,7 +120,8 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
 def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
     """The device may still use a buffer that became too small."""
     config = read_traced(folder)
-    model = load(folder, OffloadedFormat(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
+    resident = {name: 0 for name, _ in config.each_matrix()} | {"head": 300}
+    model = load(folder, OffloadedFormat(PLAIN, DENSE, resident))
     stages, found = stages_of(model, None), []
     for rows in (2, 5, 3):
         of = config, rows, torch.float32, CPU

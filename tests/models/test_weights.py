@@ -42,9 +42,6 @@ def assert_same_weights(decoder: Decoder, reference: torch.nn.Module) -> None:
     for name, weight in loaded.items():
         assert torch.equal(weight.dense(), expected[name]), name
         assert weight.shape == expected[name].shape
-    for norms in (layer.qk_norm for layer in decoder.layers if layer.qk_norm is not None):
-        heads = norms.split((decoder.config.num_heads, decoder.config.num_kv_heads))
-        assert all(torch.equal(rows, rows[:1].expand_as(rows)) for rows in heads)  # the same for each head
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])

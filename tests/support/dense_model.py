@@ -29,8 +29,8 @@ def logits_of_all(
         if config.attention_softcap is not None:
             scores = config.attention_softcap * (scores / config.attention_softcap).tanh()
         scores = scores.masked_fill(unseen, -torch.inf)
-        sinks = model.layers[layer].sinks
-        if sinks is not None:
+        if model.sinks is not None:
+            sinks = model.sinks[layer]
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(token_ids), 1)), 2)
         weights = scores.softmax(-1)[:, :, : len(token_ids)]
         state.attention.copy_(torch.einsum("hqk,khd->qhd", weights, v))
