@@ -83,6 +83,8 @@ def open_prediction(
     Raises ModelError if the layer cannot be used.
     """
     own, weights = checkpoint.prediction(config, tensors)
+    if own.state_shapes:
+        raise ModelError(f"{checkpoint.name} predicts more tokens with recurrent layers, which cannot draft.")
     spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(spec)}
     weights.rename(own, expected)
