@@ -22,8 +22,9 @@ def matrices_of(config: ModelConfig) -> list[FusedSizes]:
         spec = config.of_model
         rows, columns = spec.parameters[spec.embedding]
         embedding = FusedSizes((spec.embedding,), (), (rows,), columns, "embedding")
-        # A layer of multi-token prediction has the model's embedding and head.
-        return [*spec.inner_matrices] if config.source.predicts else [embedding, *spec.all_matrices]
+        if config.source.predicts:  # the embedding is the model's; a layer's head is as well
+            return [*(spec.inner_matrices if config.source.predicts == "layer" else spec.all_matrices)]
+        return [embedding, *spec.all_matrices]
     embedding = FusedSizes((EMBEDDING,), (), (config.vocab_size,), config.hidden_size, "embedding")
     by_layer = sorted(config.each_matrix(), key=lambda each: _layer(each[0], config.num_layers))
     return [embedding, *(_written(config, name, matrix) for name, matrix in by_layer)]

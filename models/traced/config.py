@@ -17,6 +17,7 @@ from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Source, TracedSpec
 
 _STATED = ("architecture", "dtype", "eos_token_ids", "bos_token_id", "generation")
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types; see `assistant`
 ROTATIONS = 4  # width of position-dependent values, in heads: cos and sin of two rotations
 
 
@@ -88,6 +89,12 @@ def read_config(path: Path) -> ModelConfig:
         raise ModelError(f"{not_written} The code of transformers does not help: {error}") from None
 
 
+def is_assistant(path: Path) -> bool:
+    """Return True if a folder holds an assistant, which only drafts for another model."""
+    config_json = path / "config.json"
+    return config_json.is_file() and JsonFile.read(config_json).raw("model_type") in _ASSISTANTS
+
+
 def read_traced(path: Path) -> TracedConfig:
     """Read a folder's configuration for the code of `transformers`.
 
@@ -96,6 +103,11 @@ def read_traced(path: Path) -> TracedConfig:
     """
     config_json = path / "config.json"
     file = JsonFile.read(config_json)
+    if is_assistant(path):
+        raise ModelError(
+            f"{config_json} describes an assistant, which only drafts for a Gemma 4 model: load that model, "
+            "and name this one as its draft_model."
+        )
     read_scheme(file, has_experts_in_one=False)
     text = file.section("text_config") or file
     # Check sizes before anything is allocated.
@@ -182,7 +194,12 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
 
 def of_prediction(config: TracedConfig) -> TracedConfig:
     """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
-    return _changed(config, replace(config.source, predicts=True), config.max_context_tokens)
+    return _changed(config, replace(config.source, predicts="layer"), config.max_context_tokens)
+
+
+def of_assistant(path: Path, config: TracedConfig) -> TracedConfig:
+    """Return the configuration of a model's assistant in a folder; raises as `traced_config`."""
+    return _changed(config, Source(path, predicts="assistant"), config.max_context_tokens)
 
 
 def _changed(config: TracedConfig, source: Source, max_context_tokens: int) -> TracedConfig:

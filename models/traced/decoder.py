@@ -27,7 +27,8 @@ class TracedDecoder(Decoder):
     """A `decoder.Decoder`; its weights have the names of transformers.
 
     Args:
-        main: has the embedding and the output head; None: the decoder has its own.
+        main: has the embedding, and for a layer of multi-token prediction the output head; None: the decoder
+            has its own.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TracedDecoder(Decoder):
         }
         self.matrices = {"embedding": self.embedding}
         for fused in of_model.all_matrices:
-            if fused.name == "head" and main is not None:
+            if fused.name == "head" and main is not None and config.source.predicts == "layer":
                 self.matrices["head"] = main.lm_head
             else:
                 self.matrices[fused.name] = form.named(fused.name).empty(

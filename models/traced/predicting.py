@@ -34,7 +34,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
 _SHARED = ("embed_tokens.", "shared_head.head.")  # copies of the main model's
 
 
-def config_of_layer(config: Any) -> Any:
+def config_of(config: Any) -> Any:
     """Return the configuration of a model that has nothing but a layer of multi-token prediction."""
     text = deepcopy(config.get_text_config(decoder=True))
     text.architectures = None
