@@ -73,6 +73,7 @@ def add_to(model: Any) -> None:
 
     model.register_forward_pre_hook(given, with_kwargs=True)
     model.create_attention_masks = no_masks
+    model.model.first_kv_shared_layer_idx = -1  # its code would drop rows there, all but the last one
     model._init_weights = model.model._init_weights  # also computes the frequencies of RoPE
 
 
