@@ -161,7 +161,7 @@ class AssistantHead:
 
 
 def _grouped(contexts: Sequence[_Context], storage: KVStorage) -> list[_Rows]:
-    """Return the rows of each tier."""
+    """Return the rows by tier."""
     groups, first = [], 0
     for tier, of_tier in groupby(contexts, key=lambda context: context[0]):
         members, pool = list(of_tier), storage[tier]

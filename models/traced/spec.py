@@ -257,7 +257,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         head=head,
         embedding=names[id(tables[0])],
         carried_width=_carried_width(
-            calls, last.weight.shape[1], has_gates=bool(calls.states) or source.predicts
+            calls, last.weight.shape[1], has_gates=bool(calls.states or source.predicts)
         )
         + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
