@@ -39,7 +39,7 @@ def head_of(engine: Engine) -> AssistantHead:
 
 
 def drafts_of(engine: Engine) -> list[tuple[list[int], list[int]]]:
-    """Let the assistant draft before each iteration; return a list that gets known tokens and their drafts."""
+    """Let the assistant draft before each iteration; return a list that gets tokens and their drafts."""
     seen: list[tuple[list[int], list[int]]] = []
     head, scheduler = head_of(engine), engine._scheduler
     speculation = scheduler._speculation
@@ -85,8 +85,8 @@ def test_drafts_are_those_of_transformers_and_answers_the_same(
         assert stats.speculative is not None
         assert stats.speculative.num_drafted_tokens > 0
         assert policy != "gpu-only" or stats.num_preemptions > 0
-    assert len(seen) > 100
-    for token_ids, draft in seen[::15]:
+    assert len(seen) > 40
+    for token_ids, draft in seen[::5]:
         assert draft == pair.drafts(token_ids, 3)
 
 
