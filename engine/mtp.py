@@ -1,8 +1,8 @@
-"""Sets up a model's own layer of multi-token prediction as its drafter.
+"""Sets up what drafts from a model's hidden states: its own layer of multi-token prediction, or an assistant.
 
-The layer is on the model's device, with the model's embedding and output head. Its memory is planned together
-with the model's weights and KV: `plan_beside` is for set-up and for predictions alike. If many weights of the
-model would have to leave the GPU for it, it is not used.
+Both are on the model's device, with the model's embedding; a layer also has the model's output head. Their
+memory is planned together with the model's weights and KV: `plan_beside` is for set-up and for predictions
+alike. If many weights of the model would have to leave the GPU for them, they are not used.
 """
 
 import logging
@@ -17,45 +17,82 @@ from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.drafting import (
     MOST_REQUESTS,
     DrafterExecutor,
+    Drafting,
     charged,
     kv_block_bytes,
     num_kv_blocks,
     room_for_kv,
 )
-from neo_desktop.engine.loading import LoadedModel, kept_form
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.loading import LoadedModel, kept_form, model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.speculate.assistant_head import AssistantHead
 from neo_desktop.engine.speculate.draft_model import DraftLimits
 from neo_desktop.engine.speculate.kept_states import MOST_TOKENS, most_bytes
 from neo_desktop.engine.speculate.mtp_head import MtpHead
+from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import may_predict
 from neo_desktop.models.linear.protocol import WeightFormat
-from neo_desktop.models.registry import check_model, load_prediction, open_prediction
+from neo_desktop.models.registry import (
+    assistant_folder,
+    check_model,
+    load_prediction,
+    open_assistant,
+    open_prediction,
+    stages_of,
+)
+from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.stored_tensor import StoredTensor
+from neo_desktop.models.traced.assistant import Pairing
 from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import Weights
 
 logger = logging.getLogger(__name__)
 
-LIMITS = SchedulerLimits(MOST_TOKENS, MOST_REQUESTS)  # of the layer's iterations
-# Most weights in host memory beside the layer, relative to those without it. An iteration takes about as much
+# Most weights in host memory beside a layer, relative to those without it. An iteration takes about as much
 # longer, and drafts gain more than that.
 MOST_ON_HOST = 1.2
 
 
 class Layer(NamedTuple):
-    """A model's layer of multi-token prediction."""
+    """A model's layer of multi-token prediction, or its assistant."""
 
     config: TracedConfig
     stored: WeightFormat  # of its matrices in its files
+
+    @property
+    def is_assistant(self) -> bool:
+        return self.config.source.predicts == "assistant"
+
+    @property
+    def source(self) -> str:
+        """The value of the option `speculate` that allows nothing else."""
+        return "draft" if self.is_assistant else "mtp"
+
+    @property
+    def named(self) -> str:
+        return "assistant" if self.is_assistant else "layer of multi-token prediction"
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a request whose hidden states are kept."""
+        return 1 if self.is_assistant else MOST_TOKENS
+
+    @property
+    def width(self) -> int:
+        """Numbers of a hidden state of the model."""
+        spec = self.config.of_model
+        return spec.parameters[spec.embedding][1]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: ModelConfig, weights: Weights) -> Self | None:
@@ -72,6 +109,12 @@ class Layer(NamedTuple):
             return None
         return cls(own, stored_form(tensors, own))
 
+    @classmethod
+    def of_assistant(cls, folder: SafetensorsFolder, config: ModelConfig) -> Self:
+        """Return an assistant; raises ModelError unless it was made for a model with this config."""
+        own, weights, _ = open_assistant(folder, config)
+        return cls(own, stored_form(weights, own))
+
 
 class Beside(NamedTuple):
     """A layer's memory, and what it leaves to the model."""
@@ -84,10 +127,10 @@ class Beside(NamedTuple):
     nbytes: int  # of its weights and KV
 
 
-def may_draft(options: EngineOptions) -> bool:
-    """Return True if the options let a layer draft."""
-    drafts = options.speculate in ("auto", "mtp") and options.draft_model is None
-    return drafts and options.tensor_parallel == 1
+def may_draft(layer: Layer, options: EngineOptions) -> bool:
+    """Return True if the options let a layer or an assistant draft."""
+    is_meant = (options.draft_model is not None) == layer.is_assistant
+    return is_meant and options.speculate in ("auto", layer.source) and options.tensor_parallel == 1
 
 
 def plan_beside(
@@ -108,14 +151,16 @@ def plan_beside(
     """
     config = layer.config
     form = kept_form(layer.stored, options, device, config, free.gpu_bytes)
-    num_blocks = num_kv_blocks(config, dtype, room_for_kv(options, free))
+    num_blocks = 0 if layer.is_assistant else num_kv_blocks(config, dtype, room_for_kv(options, free))
     kv = num_blocks * kv_block_bytes(config, dtype)
     nbytes = own_bytes(config, dtype, form) + kv
-    taken = nbytes + activation_bytes(config, LIMITS, dtype, device)
+    limits = SchedulerLimits(max(layer.most_tokens, MOST_REQUESTS), MOST_REQUESTS)
+    taken = nbytes + activation_bytes(config, limits, dtype, device)
     cap, caps = ("gpu_memory_gib", taken) if device.type == "cuda" else ("cpu_memory_gib", kv)
-    left = charged(options, cap, caps, "the layer of multi-token prediction")
+    left = charged(options, cap, caps, f"the {layer.named}")
     rest = free.without(taken)
-    rest = replace(rest, host_bytes=rest.host_bytes - most_bytes(MOST_REQUESTS, config.hidden_size))
+    kept = most_bytes(MOST_REQUESTS, layer.width, layer.most_tokens)
+    rest = replace(rest, host_bytes=rest.host_bytes - kept)
     placed = plan(left, rest)
     if placed is not None:
         alone = plan(options, free)
@@ -125,12 +170,41 @@ def plan_beside(
     return Beside(placed, left, rest, form, num_blocks, nbytes)
 
 
-class MtpDrafting:
-    """The layer of multi-token prediction of an engine's model; see `of`."""
+def drafting_of(options: EngineOptions, checkpoint: Checkpoint | None) -> "Drafting | MtpDrafting | None":
+    """Return what computes drafts for a model; None: nothing does.
 
-    def __init__(self, options: EngineOptions, name: str, config: TracedConfig, weights: Weights) -> None:
+    Raises:
+        ValueError, ModelError: see `Drafting`, `MtpDrafting.of` and `MtpDrafting.of_assistant`.
+    """
+    if options.draft_model is None:
+        return MtpDrafting.of(options, checkpoint)
+    assistant = assistant_folder(model_path(options.draft_model))
+    if assistant is None or checkpoint is None:
+        return Drafting(options, checkpoint)
+    return MtpDrafting.of_assistant(options, checkpoint, assistant)
+
+
+class MtpDrafting:
+    """The layer of multi-token prediction of an engine's model, or its assistant; see `of`.
+
+    Args:
+        name: of the model or of the assistant.
+        pairing: None: a layer.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        name: str,
+        config: TracedConfig,
+        weights: Weights,
+        pairing: Pairing | None = None,
+    ) -> None:
         self.options = options  # for the model: the layer's memory does not count as free
-        self._name, self._config, self._weights = name, config, weights
+        self._layer = Layer(config, stored_form(weights, config))
+        self._name, self._config, self._weights, self._pairing = name, config, weights, pairing
+        self._who = name if pairing is not None else f"{name}: its {self._layer.named}"
+        self._is_required = options.speculate == self._layer.source
         self._beside: Beside | None = None  # set by `plan`; None: the layer is not used
         self._executor = DrafterExecutor()
 
@@ -169,6 +243,17 @@ class MtpDrafting:
             logger.warning("%s: its layer of multi-token prediction is not used: %s", checkpoint.name, error)
             return None
 
+    @classmethod
+    def of_assistant(
+        cls, options: EngineOptions, checkpoint: Checkpoint, folder: SafetensorsFolder
+    ) -> "MtpDrafting":
+        """Return an assistant of a checkpoint's model.
+
+        Raises:
+            ModelError: it was made for another model, or cannot be used.
+        """
+        return cls(options, folder.name, *open_assistant(folder, checkpoint.config()))
+
     def plan(
         self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan | None:
@@ -178,23 +263,22 @@ class MtpDrafting:
         def plan(options: EngineOptions, free: FreeMemory) -> WeightPlan | None:
             return plan_memory(config, form, dtype, device, options, rates, free)
 
-        layer, free = Layer(self._config, stored_form(self._weights, self._config)), FreeMemory.now(device)
+        free = FreeMemory.now(device)
         try:
-            self._beside = plan_beside(layer, dtype, device, self.options, free, plan)
+            self._beside = plan_beside(self._layer, dtype, device, self.options, free, plan)
         except MemoryError as error:
-            if self.options.speculate == "mtp":
-                why = "its layer of multi-token prediction does not fit"
-                raise MemoryError(f"{self._name}: {why}: {error}") from None
-            logger.info("%s: its layer of multi-token prediction is not used: %s", self._name, error)
+            if self._is_required:
+                raise MemoryError(f"{self._who} does not fit: {error}") from None
+            logger.info("%s is not used: %s", self._who, error)
             return plan(self.options, free)
         self.options = self._beside.options
         return self._beside.plan
 
-    def attach(self, loaded: LoadedModel) -> MtpHead | None:
-        """Load the layer beside the loaded model, and measure it; None: it is not used.
+    def attach(self, loaded: LoadedModel) -> MtpHead | AssistantHead | None:
+        """Load it beside the loaded model, and measure a layer; None: it is not used.
 
         Raises:
-            Exception: it cannot be used, and `speculate` is "mtp".
+            Exception: it cannot be used, and `speculate` allows nothing else.
             EngineLostError, RuntimeError: the GPU is lost.
         """
         if self._beside is None:
@@ -202,25 +286,31 @@ class MtpDrafting:
         try:
             return self._attach(loaded, self._beside)
         except Exception as error:  # any exception: the model works without the layer
-            if is_lost(error) or self.options.speculate == "mtp":
+            if is_lost(error) or self._is_required:
                 raise
             why = str(error)
         self.close()
-        logger.warning("%s: its layer of multi-token prediction is not used: %s", self._name, why)
+        logger.warning("%s is not used: %s", self._who, why)
         return None
 
-    def _attach(self, loaded: LoadedModel, beside: Beside) -> MtpHead:
+    def _attach(self, loaded: LoadedModel, beside: Beside) -> MtpHead | AssistantHead:
         with loaded.streams.on_device():
             decoder = load_prediction(self._config, self._weights, loaded.decoder, beside.form)
+        head = self._head(decoder, loaded, beside)
+        logger.info("%s drafts, in %.2f GB", self._who, beside.nbytes / 1e9)
+        return head
+
+    def _head(self, decoder: TracedDecoder, loaded: LoadedModel, beside: Beside) -> MtpHead | AssistantHead:
+        if self._pairing is not None:
+            operators = dispatch if decoder.device.type == "cuda" else None
+            stages = stages_of(decoder, operators)
+            return AssistantHead(decoder, stages, self._pairing, loaded.streams, MOST_REQUESTS, return_memory)
         vocab_size = loaded.config.vocab_size
         limits = DraftLimits(
             self._config.max_context_tokens, vocab_size, vocab_size, MOST_TOKENS, MOST_REQUESTS
         )
         execute, kv = self._executor.build(decoder, loaded.streams, beside.num_blocks, limits)
-        head = MtpHead(execute, kv, self.close, limits)
-        gb = beside.nbytes / 1e9
-        logger.info("%s: its layer of multi-token prediction drafts, in %.2f GB", self._name, gb)
-        return head
+        return MtpHead(execute, kv, self.close, limits)
 
     def close(self) -> None:
         """End the layer's threads and drop its memory; may be called again."""

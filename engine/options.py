@@ -241,8 +241,8 @@ class EngineOptions:
     )
     draft_model: Path | None = option(
         None,
-        "A smaller model with the same vocabulary, whose guesses at the next tokens the model verifies: a "
-        "name from 'neo-desktop models list', a folder or a GGUF file.",
+        "A smaller model with the same vocabulary, or the assistant of a Gemma 4 model, whose guesses at the "
+        "next tokens the model verifies: a name from 'neo-desktop models list', a folder or a GGUF file.",
         metavar="NAME",
         panel=MODEL,
     )

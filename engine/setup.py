@@ -14,7 +14,6 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest
 from neo_desktop.engine.cuda.streams import own_stream
-from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.model_runner import ModelRunner
@@ -32,7 +31,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.streamed import make_pool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.loading import LoadedModel, choose_device, load, open_model
-from neo_desktop.engine.mtp import MtpDrafting
+from neo_desktop.engine.mtp import drafting_of
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -57,7 +56,6 @@ from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.schedule.policies import Policy, get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.speculate.drafter import ModelDrafter
-from neo_desktop.engine.speculate.kept_states import most_bytes
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank
 from neo_desktop.models.shapes import shape as published_shape
@@ -109,10 +107,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
             config_of_rank(config, Rank(0, options.tensor_parallel))  # before any process starts
             leader = Driver(options, choose_device(options.device))
             resources.callback(leader.close)
-        if options.draft_model is None:
-            drafting: Drafting | MtpDrafting | None = MtpDrafting.of(options, checkpoint)
-        else:
-            drafting = Drafting(options, checkpoint)
+        drafting = drafting_of(options, checkpoint)
         if drafting is not None:
             resources.callback(drafting.close)
         plan = None if drafting is None else drafting.plan
@@ -122,7 +117,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         options = options if drafting is None else drafting.options
         held = 0
         if drafter is not None and drafter.kept is not None:
-            held = most_bytes(drafter.most_requests, loaded.config.hidden_size)
+            held = drafter.kept.most_bytes(loaded.config.hidden_size)
         parts = replace(take_memory(loaded, options, member=leader, held=held), drafter=drafter)
         if trust is not None:
             parts = with_workers(parts, options, trust, resources)

@@ -68,7 +68,7 @@ class Decoder:
 
     Args:
         form: storage format of the matrices.
-        main: has the embedding and the output head; None: the decoder has its own.
+        main: has the matrices that are not `own_matrices`; None: the decoder has its own.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class Decoder:
         shared: dict[str, Linear] = {}
         if main is not None:
             shared = {"embedding": main.embedding, "head": main.lm_head}
+        for matrix in config.own_matrices:
+            shared.pop(matrix.name, None)
         self.matrices: dict[str, Linear] = {
             matrix.name: shared[matrix.name]
             if matrix.name in shared

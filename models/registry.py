@@ -4,24 +4,29 @@ tests.
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.ops import Reduce
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
+from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
-from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.assistant import Pairing, pairing
+from neo_desktop.models.traced.config import TracedConfig, is_assistant, of_assistant
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.sizes import Source
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
 logger = logging.getLogger(__name__)
@@ -83,20 +88,56 @@ def open_prediction(
     Raises ModelError if the layer cannot be used.
     """
     own, weights = checkpoint.prediction(config, tensors)
+    if own.state_shapes:
+        raise ModelError(f"{checkpoint.name} predicts more tokens with recurrent layers, which cannot draft.")
+    return _checked(own, weights), weights
+
+
+def _checked(own: TracedConfig, weights: Weights) -> TracedConfig:
+    """Return the configuration of a part that drafts, once its weights are renamed and checked."""
     spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(spec)}
     weights.rename(own, expected)
     weights.check(own, expected)
-    return own, weights
+    return own
+
+
+def assistant_folder(path: Path) -> SafetensorsFolder | None:
+    """Return the checkpoint of an assistant in a folder; None: the path has none."""
+    return SafetensorsFolder(path) if path.is_dir() and is_assistant(path) else None
+
+
+def open_assistant(
+    checkpoint: SafetensorsFolder, config: ModelConfig
+) -> tuple[TracedConfig, Weights, Pairing]:
+    """Return the configuration and weights of an assistant, and its place beside a model.
+
+    Args:
+        config: of the model.
+
+    Raises ModelError if it cannot be used, or was made for another model.
+    """
+    weights, model = checkpoint.weights(), None
+    if isinstance(config, TracedConfig):
+        model = config.source.config().get_text_config(decoder=True)
+    pair = pairing(checkpoint.name, Source(checkpoint.path).config(), model, weights.tensors)
+    assert isinstance(config, TracedConfig)  # `pairing`
+    own = of_assistant(checkpoint.path, config)
+    if (own.num_kv_heads, own.head_dim, own.attention_scale) != (
+        *(config.num_kv_heads, config.head_dim),
+        config.attention_scale,
+    ):
+        raise ModelError(f"{checkpoint.name} has other layers than this model: choose the model's assistant.")
+    return _checked(own, weights), weights, pair
 
 
 def load_prediction(
     config: TracedConfig, weights: Weights, main: Decoder, form: WeightFormat = DENSE
 ) -> TracedDecoder:
-    """Load a layer of multi-token prediction, which shares the model's embedding and output head.
+    """Load a layer of multi-token prediction or an assistant, which shares matrices with the model.
 
     Args:
-        config: with the weights, from `open_prediction`.
+        config: with the weights, from `open_prediction` or `open_assistant`.
 
     Raises ModelError for damaged weights.
     """

@@ -61,7 +61,7 @@ class Fitting:
         figures: of this computer, or the reason why they are unknown.
         stored: the form of its matrices on a CPU, where some are quantised.
         draft: the draft model beside it, with a config; None: there is none.
-        layer: its layer of multi-token prediction; None: it has none that can draft.
+        layer: its layer of multi-token prediction or its assistant; None: it has none that can draft.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Fitting:
                 lead = "the draft model does not fit: "
                 self._place_draft(draft)
                 lead = "beside the draft model, "
-            elif layer is not None and mtp.may_draft(options):
+            elif layer is not None and mtp.may_draft(layer, options):
                 self._place_layer(layer)
             self._place_memory()
             self.reason = reason or self._why_no_chats()
@@ -119,8 +119,8 @@ class Fitting:
                 layer, self.dtype, self.device, self.options, self.free, self._weight_plan
             )
         except MemoryError as error:
-            if self.options.speculate == "mtp":
-                raise MemoryError(f"its layer of multi-token prediction does not fit: {error}") from None
+            if self.options.speculate == layer.source:
+                raise MemoryError(f"its {layer.named} does not fit: {error}") from None
             return  # it is not used
         self.options, self.free = beside.options, beside.free
 

@@ -21,11 +21,10 @@ from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
-from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.ranks.driver import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype, model_path
-from neo_desktop.engine.mtp import Layer, MtpDrafting
+from neo_desktop.engine.mtp import Layer, drafting_of
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
@@ -38,6 +37,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import Rank
 from neo_desktop.models.ranks import config_of_rank
+from neo_desktop.models.registry import assistant_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,12 @@ class ModelLoader:
         return self._make_service(link)
 
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
-        draft = None if self._draft is None else self._draft.path
         return replace(
             self._options_of(model),
             model=model.source,
             shape=model.shape,
             device=device.type,
-            draft_model=draft,
+            draft_model=self._draft_path,
         )
 
     def _options_of(self, model: LocalModel) -> EngineOptions:
@@ -148,15 +147,31 @@ class ModelLoader:
         return self.options if model.name == self.catalogue.first else replace(self.options, mmproj=None)
 
     @cached_property
-    def _draft(self) -> LocalModel | None:
-        """The draft model; UnknownModelError, or ModelError where it cannot be run."""
+    def _draft_path(self) -> Path | None:
+        """Folder or file of the draft model; UnknownModelError, or ModelError where it cannot be run."""
         name = self.options.draft_model
         if name is None:
             return None
-        draft = summarize(model_path(self.catalogue.source(str(name))))
-        if draft.config is None:
+        path = model_path(self.catalogue.source(str(name)))
+        draft = summarize(path)
+        if draft.config is None and assistant_folder(path) is None:
             raise ModelError(f"{name} cannot draft: {draft.reason or 'only llama.cpp can run it'}")
-        return draft
+        return draft.path
+
+    def _drafting(self, config: ModelConfig, layer: Layer | None) -> tuple[LocalModel | None, Layer | None]:
+        """Return the draft model of a model, and its layer of multi-token prediction or its assistant.
+
+        Loading the model would refuse the assistant of another one.
+        """
+        path = self._draft_path
+        if path is None:
+            return None, layer
+        assistant = assistant_folder(path)
+        if assistant is None:
+            return summarize(path), layer
+        with contextlib.suppress(ModelError):
+            return None, Layer.of_assistant(assistant, config)
+        return None, None
 
     def runs_llamacpp(self, model: LocalModel) -> bool:
         return self._backend == LLAMACPP or (
@@ -191,10 +206,8 @@ class ModelLoader:
         checkpoint = None if model.shape is not None else open_checkpoint(model.path, options.mmproj)
         if checkpoint is not None:
             checkpoint.tokenizer()
-        if options.draft_model is not None:
-            Drafting(self._own_options(model, device), checkpoint)
-        elif options.speculate == "mtp":
-            MtpDrafting.of(self._own_options(model, device), checkpoint)
+        if options.draft_model is not None or options.speculate == "mtp":
+            drafting_of(self._own_options(model, device), checkpoint)
 
     def why_not(self, model: LocalModel) -> str | None:
         """Return why loading a model would fail, as far as it can be known; None: it would not."""
@@ -225,7 +238,7 @@ class ModelLoader:
     ) -> Fit:
         """Predict a model in place of the one that may be loaded."""
         free, figures = self._free(is_loaded), self.figures()
-        return Fitting(config, self.options, free, figures, stored, self._draft, layer).fit()
+        return Fitting(config, self.options, free, figures, stored, *self._drafting(config, layer)).fit()
 
     def figures(self) -> MachineFigures | str:
         return find_figures(choose_device(self.options.device))

@@ -25,6 +25,7 @@ class _Table:
     capacity_tokens: int  # tokens that fit into the blocks.
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
     num_arriving: int = 0  # leading blocks to publish once the copies of a move are done
+    is_moving: bool = False  # the copies of a move are not done
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class KVCache:
     @property
     def tiers(self) -> tuple[KVTier, ...]:
         return tuple(self._pools)
+
+    def is_moving(self, request_id: str) -> bool:
+        """Return True if the request's KV is not in its tier before the next iteration."""
+        return self._tables[request_id].is_moving
 
     def last_block(self, request_id: str) -> int:
         return int(np.max(self._tables[request_id].blocks.view(), initial=0))
@@ -274,7 +279,12 @@ class KVCache:
         _release(table.blocks, source)
         num_published = len(_leading(target, known))
         self._tables[request_id] = _Table(
-            tier, blocks, len(blocks) * self.block_size, num_published, num_arriving=len(known)
+            tier,
+            blocks,
+            len(blocks) * self.block_size,
+            num_published,
+            num_arriving=len(known),
+            is_moving=True,
         )
         return copies
 
@@ -282,7 +292,7 @@ class KVCache:
         """Publish again the blocks that were published before the move; the copies have been carried out."""
         table = self._tables[request_id]
         self.commit(request_id, hashes, table.num_arriving * self.block_size)
-        table.num_arriving = 0
+        table.num_arriving, table.is_moving = 0, False
 
     def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
         """Publish the full blocks among the computed tokens, so that later requests can reuse them."""

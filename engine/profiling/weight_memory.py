@@ -169,7 +169,7 @@ class _Memory:
         ]
         if not found:
             return plans[0]
-        best = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
+        best: list[float] = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
 
         def worth(speeds: Sequence[float]) -> float:
             """Return the sum of the speeds relative to the best; 0: a usual chat loses too much."""

@@ -55,6 +55,23 @@ class DraftLimits(NamedTuple):
     most_requests: int  # most requests of a plan
 
 
+class StepTimes:
+    """Measured times of a token per request, by the rounded number of requests."""
+
+    def __init__(self) -> None:
+        self._ms: dict[int, float] = {}
+
+    def ms(self, num_requests: int) -> float:
+        """Return the time of a step; one request's was measured."""
+        if (known := self._ms.get(rounded_size(num_requests))) is not None:
+            return known
+        return self._ms[1] * (READING_ROWS + num_requests) / (READING_ROWS + 1)
+
+    def learn(self, num_requests: int, ms: float) -> None:
+        size = rounded_size(num_requests)
+        self._ms[size] = _updated(self._ms.get(size, ms), ms)
+
+
 class DraftModel:
     """Drafts with a smaller model of the same vocabulary.
 
@@ -87,7 +104,7 @@ class DraftModel:
         self._most_tokens = min(limits.max_context_tokens, kv.capacity_tokens(self._tier))  # of a request
         self._limits = limits
         self._contexts: dict[str, Context] = {}  # the request with the newest draft is last
-        self._step_ms: dict[int, float] = {}  # rounded number of requests -> time of a token per request
+        self._steps = StepTimes()
         self._token_ms = 0.0  # time of a token to catch up
         self._measure()
 
@@ -102,7 +119,7 @@ class DraftModel:
                 num_late += late / min(max(request.max_num_tokens - request.num_tokens, 1), MOST_SPREAD)
             else:
                 num_late += max(late - 1, 0)
-        return width * self._step(len(requests)) + num_late * self._token_ms
+        return width * self._steps.ms(len(requests)) + num_late * self._token_ms
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
         self._free([name for name, context in self._contexts.items() if context.is_void])
@@ -233,21 +250,14 @@ class DraftModel:
             del self._contexts[name]
             self._kv.free(name)
 
-    def _step(self, num_requests: int) -> float:
-        """Return the time of a step."""
-        if (known := self._step_ms.get(rounded_size(num_requests))) is not None:
-            return known
-        return self._step_ms[1] * (READING_ROWS + num_requests) / (READING_ROWS + 1)
-
     def _learn(self, sequences: Sequence[ScheduledSequence], ms: float) -> None:
         """Note the time of a step, or of tokens to catch up."""
-        size = rounded_size(len(sequences))
         num_late = sum(len(sequence.token_ids) - 1 for sequence in sequences)
         if num_late > len(sequences):
-            token_ms = max(ms - self._step(len(sequences)), 0.0) / num_late
+            token_ms = max(ms - self._steps.ms(len(sequences)), 0.0) / num_late
             self._token_ms = _updated(self._token_ms, token_ms)
         elif not num_late:
-            self._step_ms[size] = _updated(self._step_ms.get(size, ms), ms)
+            self._steps.learn(len(sequences), ms)
 
     def _measure(self) -> None:
         """Measure the times of one request: the shortest of some, as the first one compiles."""
@@ -261,7 +271,7 @@ class DraftModel:
             started = time.perf_counter()
             self._run([ScheduledSequence(WARM_UP, (0,) * count, 0, self._tier, table, sampling)])
             times[count] = min(1e3 * (time.perf_counter() - started), times.get(count, inf))
-        self._step_ms[1] = times[1]
+        self._steps.learn(1, times[1])
         self._token_ms = max(times[num_tokens] - times[1], 0.0) / max(num_tokens - 1, 1)
         self._kv.free(WARM_UP)
 

@@ -9,9 +9,9 @@ MOST_TOKENS = 1024  # of a request; drafts hardly depend on older tokens, whose 
 SPARE = 0.25  # of these tokens: what a run grows by, and what it keeps beyond them while nothing reads it
 
 
-def most_bytes(most_requests: int, width: int) -> int:
+def most_bytes(most_requests: int, width: int, most_tokens: int = MOST_TOKENS) -> int:
     """Return the most memory of hidden states [width] float32 that are kept."""
-    return int((1 + 2 * SPARE) * MOST_TOKENS) * most_requests * width * np.float32().nbytes
+    return int((1 + 2 * SPARE) * most_tokens) * most_requests * width * np.float32().nbytes
 
 
 class Run:
@@ -67,6 +67,10 @@ class KeptStates:
     def __init__(self, most_requests: int, most_tokens: int = MOST_TOKENS) -> None:
         self._most_requests, self._most_tokens = most_requests, most_tokens
         self._runs: dict[str, Run] = {}
+
+    def most_bytes(self, width: int) -> int:
+        """Return the most memory that the hidden states [width] take."""
+        return most_bytes(self._most_requests, width, self._most_tokens)
 
     def run_of(self, request: Request) -> Run | None:
         """Return the request's run up to its newest computed token; None: it has none."""

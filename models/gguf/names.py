@@ -25,6 +25,7 @@ _PART = re.compile(r"(.*)\[(\d+)\]")  # of a parameter that files store as sever
 # Of a layer of multi-token prediction, which has further tensors: `nextn.` and one of these names.
 _PREDICTING = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 _FINAL_NORM = "nextn.shared_head_norm"
+_SECOND = re.compile(r"^blk\.1\.(?:attn_norm(?=\.))?")  # of Nemotron-H, which a file has in the same block
 _COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")  # of the model's own matrices
 Target = tuple[str, TensorPlace, Tensor | None]
 """A parameter's name, its place in a file, and its rows there; None: all."""
@@ -53,7 +54,7 @@ class TensorNames:
         self._family, self._layers = family, values["num_hidden_layers"]
         self._predicting: str | None = None  # prefix of the layer of multi-token prediction that is meant
         if isinstance(config, TracedConfig) and config.source.predicts:
-            self._predicting, self._layers = f"blk.{self._layers}.", 1
+            self._predicting, self._layers = f"blk.{self._layers}.", 2
         self._orders, self._unused = family.orders(values), family.unused(values)
         self._config, self._prefix = config, ""
         ends = {_PART.sub(r"\1", end) for of_kind in self._orders.values() for end in of_kind}
@@ -72,6 +73,8 @@ class TensorNames:
             for ours, theirs in family.renamed.items():
                 known = known.replace(ours, theirs)
             name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            if name is not None and self._predicting is not None:
+                name = _folded(name)
             if name is None or name in self._targets:
                 raise ModelError(f"{config.architecture} has {parameter}, for which gguf has no name.")
             self._targets[name] = parameter
@@ -179,6 +182,11 @@ class TensorNames:
         return replace(tensor, reshaped=expected)
 
 
+def _folded(name: str) -> str:
+    """Return the name of a tensor in the only block of a layer of multi-token prediction."""
+    return _SECOND.sub(lambda found: "blk.0." + "post_attention_norm" * found[0].endswith("norm"), name)
+
+
 def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:
     """Raise ModelError unless a tensor is a matrix or a vector, with a multiple of `unit` rows."""
     if len(place.shape) > 2 or place.shape[0] % unit:
@@ -209,9 +217,10 @@ def _decay_logarithm(stored: Tensor) -> Tensor:
 def _stacks(config: ModelConfig) -> dict[str, list[list[str]]]:
     """Return tensors that hold a layer's experts -> the experts' names, one list per block of rows."""
     stacks: dict[str, list[list[str]]] = {}
+    predicts = isinstance(config, TracedConfig) and config.source.predicts
     for matrix in config.own_matrices:
         if matrix.experts:
-            layer = _NUMBER.search(matrix.weights[0])
+            layer = None if predicts else _NUMBER.search(matrix.weights[0])
             prefix, kind = f"blk.{layer[1] if layer else 0}.", matrix.name.rpartition("experts_")[2]
             stacks[f"{prefix}ffn_{kind}_exps.weight"] = [list(matrix.weights)]
             if matrix.biases:

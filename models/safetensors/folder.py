@@ -101,7 +101,8 @@ class SafetensorsFolder:
             config: of the model.
             tensors: of its layers of multi-token prediction.
         """
-        return of_prediction(config), Weights(self.path, "config.json", parameters_of_layer(tensors))
+        own = of_prediction(config)
+        return own, Weights(self.path, "config.json", parameters_of_layer(tensors, own.of_model.parameters))
 
 
 def _stored(file: Path, name: str, opened: Any) -> StoredTensor:

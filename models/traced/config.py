@@ -16,6 +16,7 @@ from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Source, TracedSpec
 
 _STATED = ("architecture", "dtype", "eos_token_ids", "bos_token_id", "generation")
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types; see `assistant`
 ROTATIONS = 4  # width of position-dependent values, in heads: cos and sin of two rotations
 
 
@@ -46,8 +47,10 @@ class TracedConfig(ModelConfig):
 
     @property
     def own_matrices(self) -> tuple[Matrix, ...]:
-        # A layer of multi-token prediction has the model's embedding and head.
-        return self.of_model.inner_matrices if self.source.predicts else self.all_matrices
+        # What predicts has the embedding of the model, and a layer of multi-token prediction also its head.
+        if not self.source.predicts:
+            return self.all_matrices
+        return self.of_model.inner_matrices if self.source.predicts == "layer" else self.of_model.all_matrices
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -82,6 +85,12 @@ def read_config(path: Path) -> ModelConfig:
         raise ModelError(f"{not_written} The code of transformers does not help: {error}") from None
 
 
+def is_assistant(path: Path) -> bool:
+    """Return True if a folder holds an assistant, which only drafts for another model."""
+    config_json = path / "config.json"
+    return config_json.is_file() and JsonFile.read(config_json).raw("model_type") in _ASSISTANTS
+
+
 def read_traced(path: Path) -> TracedConfig:
     """Read a folder's configuration for the code of `transformers`.
 
@@ -90,6 +99,11 @@ def read_traced(path: Path) -> TracedConfig:
     """
     config_json = path / "config.json"
     file = JsonFile.read(config_json)
+    if is_assistant(path):
+        raise ModelError(
+            f"{config_json} describes an assistant, which only drafts for a Gemma 4 model: load that model, "
+            "and name this one as its draft_model."
+        )
     read_scheme(file, has_experts_in_one=False)
     text = file.section("text_config") or file
     # Check sizes before anything is allocated.
@@ -175,7 +189,12 @@ def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
 
 def of_prediction(config: TracedConfig) -> TracedConfig:
     """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
-    return _changed(config, predicts=True)
+    return _changed(config, predicts="layer")
+
+
+def of_assistant(path: Path, config: TracedConfig) -> TracedConfig:
+    """Return the configuration of a model's assistant in a folder; raises as `traced_config`."""
+    return traced_config(Source(path, predicts="assistant"), **_stated(config))
 
 
 def with_long_factors(config: ModelConfig) -> ModelConfig:
@@ -186,8 +205,11 @@ def with_long_factors(config: ModelConfig) -> ModelConfig:
 
 
 def _changed(config: TracedConfig, **of_source: Any) -> TracedConfig:
-    stated = {name: getattr(config, name) for name in _STATED}
-    return traced_config(replace(config.source, **of_source), **stated)
+    return traced_config(replace(config.source, **of_source), **_stated(config))
+
+
+def _stated(config: TracedConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in _STATED}
 
 
 def _architecture(file: JsonFile) -> str:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import ERROR
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from neo_desktop.models.experts_config import ExpertsConfig, Gating
@@ -23,7 +23,8 @@ class Source:
         transposed: linear layers whose columns are sorted by a head's number in its group, not by group, as
             (end of the module's name, groups, heads per group).
         is_long: LongRoPE has the frequencies of prompts beyond the original context, for all prompts.
-        predicts: not the model, but its layer of multi-token prediction; see `predicting`.
+        predicts: not a whole model, but a "layer" of multi-token prediction, see `predicting`, or an
+            "assistant", see `assistant`; empty: a whole model.
     """
 
     path: Path
@@ -31,7 +32,7 @@ class Source:
     untied: tuple[str, ...] = ()
     transposed: tuple[tuple[str, int, int], ...] = ()
     is_long: bool = False
-    predicts: bool = False
+    predicts: Literal["", "layer", "assistant"] = ""
 
     @property
     def named(self) -> Path:

@@ -13,7 +13,7 @@ from neo_desktop.models.families import is_language_model
 from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, ModelError
 from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
 from neo_desktop.models.matrices import Matrix
-from neo_desktop.models.traced import deepstack, predicting
+from neo_desktop.models.traced import assistant, deepstack, predicting
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -44,6 +44,8 @@ _UNKNOWN_CONTEXT = 2048
 _WITHOUT_ATTENTION = 2**20  # recurrent states have no positions
 LONG = "longrope"
 _CHANGING = ("dynamic", LONG)  # RoPE types with frequencies that depend on a prompt's length
+_DENSE = ("moe", "mlp")  # types of Nemotron-H's layers that only transform each token
+_DRAFTING = {"layer": predicting, "assistant": assistant}
 ROWS = 5  # of the run; differs from every size of a model
 
 
@@ -64,7 +66,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
         try:
             config = source.config()
             if source.predicts:
-                config = predicting.config_of_layer(config)
+                config = _DRAFTING[source.predicts].config_of(config)
             with torch.device("meta"), intercepted(Calls()):  # registers the attention's name
                 make: Any = AutoModelForCausalLM
                 known: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)
@@ -94,7 +96,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     deepstack.add_to(model)
     if source.predicts:
         try:
-            predicting.add_to(model)
+            _DRAFTING[source.predicts].add_to(model)
         except Exception as error:  # as above
             raise not_made(source, config, error) from None
     return model.eval()
@@ -255,7 +257,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         head=head,
         embedding=names[id(tables[0])],
         carried_width=_carried_width(
-            calls, last.weight.shape[1], has_gates=bool(calls.states) or source.predicts
+            calls, last.weight.shape[1], has_gates=bool(calls.states or source.predicts)
         )
         + deepstack.width_of(model.config),
         vocab_size=logits.shape[-1],
@@ -305,7 +307,9 @@ def _matrix(products: list[Any], names: dict[int, str]) -> Matrix:
 
 def _same_attention(model: Any, calls: Calls) -> Any:
     """Return the first layer's attention, if the other layers differ only in windows."""
-    layers = model.config.get_text_config().num_hidden_layers
+    text = model.config.get_text_config()
+    others = [kind for kind in getattr(text, "layer_types", None) or () if kind in _DENSE]
+    layers = text.num_hidden_layers - len(others)
     if not calls.attention:
         raise CannotCutError("it has no attention layers")
     if len(calls.attention) < layers and not calls.states:

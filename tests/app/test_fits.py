@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from assistant_models import save_pair
 from checkpoints import save_checkpoint
 from predicting_models import save_predicting
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from neo_desktop import Engine
 from neo_desktop.app.commands.models_command import fit_facts
+from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
+from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.speed import MachineFigures, cpu_figures, find_figures, predict
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.mtp import Beside, plan_beside
@@ -60,20 +63,22 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("neo", "bfloat16", "model"),
         ("gpu-only", "auto", "no"),
         ("neo", "float32", "layer"),
+        ("neo", "float32", "assistant"),
     ],
 )
 def test_the_engine_takes_what_was_predicted(
-    checkpoint: Path, predicting: Path, policy: str, dtype: str, drafts: str
+    checkpoint: Path, predicting: Path, policy: str, dtype: str, drafts: str, tmp_path: Path
 ) -> None:
     options = EngineOptions(dtype=dtype, device="cpu", policy=policy, **SMALL)  # type: ignore[arg-type]
-    model = summarize(predicting if drafts == "layer" else checkpoint)
-    draft = None
+    path = {"layer": predicting, "assistant": tmp_path / "model"}.get(drafts, checkpoint)
+    if drafts == "assistant":
+        options = replace(options, draft_model=save_pair(tmp_path).draft_path)
     if drafts == "model":
-        options, draft = replace(options, draft_model=checkpoint), summarize(checkpoint)
+        options = replace(options, draft_model=checkpoint)
+    model, loader = summarize(path), ModelLoader(Catalogue(model=str(path)), options)
     assert model.config is not None
     assert (model.layer is not None) == (drafts == "layer")
-    given = FreeMemory.now(CPU), "nothing is known", model.form, draft, model.layer
-    found = Fitting(model.config, options, *given).fit()
+    found = loader.fit(model.config, model.form, layer=model.layer)
     with Engine.from_options(replace(options, model=model.path)) as engine:
         stats = engine.stats()
         pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}

@@ -74,7 +74,7 @@ def expected_drafts(reference: Reference, token_ids: Sequence[int], first: int, 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3", "glm4-moe", "nemotron-h-moe"])
 def test_drafts_are_those_of_the_reference(family: str, tmp_path: Path) -> None:
     """Prompts are computed in chunks; the answers repeat a prompt whose KV is reused."""
     reference = save_predicting(tmp_path, family)

@@ -33,13 +33,17 @@ def assert_same_predictions(path: Path, reference: Reference) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "family", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3"]
+    "family",
+    [
+        *("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "glm4-moe-lite", "deepseek-v3"),
+        *("nemotron-h-moe",),
+    ],
 )
 def test_a_layer_predicts_what_the_reference_predicts(family: str, tmp_path: Path) -> None:
     assert_same_predictions(tmp_path, save_predicting(tmp_path, family))
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 moe", "glm4 moe"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5 moe", "glm4 moe", "nemotron-h moe latent"])
 def test_a_layer_in_a_gguf_file_predicts_the_same(family: str, tmp_path: Path) -> None:
     assert_same_predictions(*write_predicting(tmp_path, family))

@@ -1,5 +1,6 @@
 """Small models of transformers with a layer of multi-token prediction, and what that layer computes."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from traced_models import FAMILIES, SIZES, save
 from transformers import AutoModelForCausalLM
 
+_IN_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
 IN_MODULE = ("qwen3.5", "qwen3.5-moe", "qwen3-next")  # others number the layer after the model's last one
 _QWEN = {
     "eh_proj": "mtp.fc",
@@ -21,6 +23,12 @@ _QWEN = {
     "norm": "mtp.norm",
     "layer": "mtp.layers.0",
 }
+_NEMOTRON = {
+    **{part: f"mtp.layers.0.{part}" for part in ("eh_proj", "enorm", "hnorm")},
+    "norm": "mtp.layers.1.final_layernorm",
+    "layer": "mtp.layers.0",
+}
+NEMOTRON_KINDS = ["full_attention", "moe"]  # of its two layers
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,18 @@ class Reference:
             return self.main.lm_head(states), states
 
 
+def final_norm_of(model: Any) -> nn.Module:
+    """Return the norm before a model's head."""
+    norm: nn.Module = getattr(model.model, "norm", None) or model.model.norm_f
+    return norm
+
+
 def names_of(family: str, num_layers: int) -> dict[str, str]:
     """Return the names of the layer's modules in a checkpoint."""
     if family in IN_MODULE:
         return _QWEN
+    if family.startswith("nemotron"):
+        return _NEMOTRON
     layer = f"model.layers.{num_layers}"
     parts = ("eh_proj", "enorm", "hnorm")
     return {part: f"{layer}.{part}" for part in parts} | {"norm": f"{layer}.shared_head.norm", "layer": layer}
@@ -69,6 +85,8 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
     one = dict(changes) | {"num_hidden_layers": 1}
     if "layer_types" in one:
         one["layer_types"] = ["full_attention"]
+    if "layers_block_type" in one:
+        one |= {"layers_block_type": NEMOTRON_KINDS, "num_hidden_layers": 2}
     if model_type == "glm4_moe_lite":
         one["mlp_layer_types"] = ["sparse"]
         del one["first_k_dense_replace"]
@@ -86,10 +104,12 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
     names, tensors = names_of(family, main.config.num_hidden_layers), load_file(folder / "model.safetensors")
     stored = {f"{names[name]}.weight": value for name, value in own.items()}
     for name, value in load_file(folder / "one" / "model.safetensors").items():
-        if name.startswith("model.layers.0."):
-            stored[name.replace("model.layers.0", names["layer"])] = value
-    stored[f"{names['norm']}.weight"] = one_layer.model.norm.weight.detach().clone()
-    if family not in IN_MODULE:  # copies
+        if (found := _IN_LAYER.match(name)) is not None:
+            number = int(found[1])
+            own_layer = names["layer"] if not number else f"mtp.layers.{number}"
+            stored[f"{own_layer}.{found[2]}"] = value
+    stored[f"{names['norm']}.weight"] = final_norm_of(one_layer).weight.detach().clone()
+    if names["layer"].startswith("model."):  # copies
         stored[f"{names['layer']}.embed_tokens.weight"] = main.get_input_embeddings().weight.detach().clone()
         stored[f"{names['layer']}.shared_head.head.weight"] = main.lm_head.weight.detach().clone()
     save_file(tensors | stored, folder / "model.safetensors", {"format": "pt"})
@@ -100,19 +120,26 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
 def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
     """Write a GGUF file with a layer of multi-token prediction, and return it with the reference."""
     of_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    is_nemotron = family.startswith("nemotron")
+    if is_nemotron:
+        of_layer = {"layers_block_type": NEMOTRON_KINDS}
     one_path, one_layer = write_hybrid(folder / "one", family, sizes=of_layer)
     generator, hidden = torch.Generator().manual_seed(2), SIZES["hidden_size"]
     own = {"eh_proj": torch.randn(hidden, 2 * hidden, generator=generator) * 0.2}
     own |= {name: torch.rand(hidden, generator=generator) for name in ("enorm", "hnorm")}
     is_shifted = family.startswith("qwen3.5")
     settings = WRITTEN[family][2]
-    layers = settings.get("num_hidden_layers", SIZES["num_hidden_layers"])
+    layers = len(settings.get("layers_block_type", ())) or settings.get(
+        "num_hidden_layers", SIZES["num_hidden_layers"]
+    )
     stored = {f"blk.{layers}.nextn.{name}.weight": value + is_shifted for name, value in own.items()}
     stored[f"blk.{layers}.nextn.eh_proj.weight"] = own["eh_proj"]
     for tensor in gguf.GGUFReader(one_path).tensors:
         value = torch.from_numpy(tensor.data.copy())
-        if tensor.name.startswith("blk.0."):
-            stored[tensor.name.replace("blk.0", f"blk.{layers}")] = value
+        if tensor.name == "blk.1.attn_norm.weight":
+            stored[f"blk.{layers}.post_attention_norm.weight"] = value
+        elif tensor.name.startswith(("blk.0.", "blk.1.")):
+            stored[f"blk.{layers}{tensor.name[5:]}"] = value
         elif tensor.name == "output_norm.weight":
             stored[f"blk.{layers}.nextn.shared_head_norm.weight"] = value
         elif tensor.name == "output.weight":
@@ -121,6 +148,13 @@ def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
     if "layer_types" in settings:
         kinds = [*settings["layer_types"], "full_attention"]
         metadata["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
+    if is_nemotron:  # the layer is the last number
+        kinds, kv_heads = settings["layers_block_type"], SIZES["num_key_value_heads"]
+        metadata["attention.head_count_kv"] = [kv_heads * (kind == "full_attention") for kind in kinds] + [
+            kv_heads
+        ]
+        width = settings["moe_intermediate_size"]
+        metadata["feed_forward_length"] = [width * (kind == "moe") for kind in kinds] + [width]
     path, main = write_hybrid(folder, family, metadata=metadata, tensors=stored)
     enorm, hnorm = norm_like(one_layer, own["enorm"]), norm_like(one_layer, own["hnorm"])
     return path, Reference(main, one_layer, enorm, hnorm, own["eh_proj"])
@@ -128,7 +162,9 @@ def write_predicting(folder: Path, family: str) -> tuple[Path, Reference]:
 
 def norm_like(model: Any, weight: Tensor) -> nn.Module:
     """Return a norm of a model's kind with other weights."""
-    norm: nn.Module = type(model.model.norm)(len(weight), eps=model.config.rms_norm_eps)
+    own = final_norm_of(model)
+    eps = getattr(model.config, "rms_norm_eps", None) or model.config.layer_norm_epsilon
+    norm: nn.Module = type(own)(len(weight), eps=eps)
     norm.weight.data.copy_(weight)  # type: ignore[operator]
     return norm
 
