@@ -77,7 +77,8 @@ def test_chunks_are_exact_for_any_gates(
     arrays = [x.astype(np.float32) for x in (q, k, v, decay, beta, state)]
     given = [torch.tensor(x, device=device) for x in arrays]
     out, spans = torch.zeros_like(given[2]), spans_of(lengths, device)
-    scan_chunks(*given, spans, out, is_delta=is_delta)
+    everything: Any = (*given, spans, out)
+    scan_chunks(*everything, is_delta=is_delta)
     q, k, v, decay, beta, state = (x.astype(np.float64) for x in arrays)
     for begin, end, source, target in spans.table.tolist():
         for head in range(heads):
@@ -105,7 +106,8 @@ def test_chunks_give_the_numbers_of_transformers(is_delta: bool, device: torch.d
         expected = mamba2_chunk_scan(v, beta, rates, k, q, chunk_size=16)
     given = [x[0].to(device) for x in (q, k, v, decay, beta)]
     state, out = torch.zeros(3, heads, *sizes, device=device), torch.zeros_like(given[2])
-    scan_state(*given, state, spans_of([tokens], device), out, is_delta=is_delta)
+    everything: Any = (*given, state, spans_of([tokens], device), out)
+    scan_state(*everything, is_delta=is_delta)
     torch.testing.assert_close(out.cpu(), expected[0], rtol=1e-4, atol=1e-5)
 
 

@@ -16,7 +16,6 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.matrices import matrices_of
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced.config import TracedConfig
@@ -114,7 +113,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     form = stored_form(weights, config)
     assert form.kept_types == {type_name}
     assert form.without_kernel == ()
-    matrices = matrices_of(config)
+    matrices = config.own_matrices
     quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
     # Attention to latents uses its weight per head, embeddings per layer are looked up: no matmul has them.
     parameters = {name for name in weights.tensors if name.endswith(NO_MATMUL)}

@@ -145,12 +145,12 @@ def test_async_decodes_give_the_tokens_of_transformers(
     monkeypatch.setitem(POLICIES, "auto", AllAsync("auto", MEASURED_TIERS))
     options = replace(OPTIONS, model=folder, gpu_cache_tokens=96, cpu_cache_tokens=160)
     with Engine.from_parts(take_memory(load(options), options), "auto", cost_model=COST) as engine:
-        executor, counters = engine._iterations.executor, engine._scheduler.counters
+        executor, counters = engine.executor, engine._scheduler.counters
         failing = Failing(executor.start, every=25)
         monkeypatch.setattr(executor, "start", failing)
         for _ in range(2):
             check(engine, folder, 24)
-            engine._kv_cache.check()
+            check_kv(engine._kv_cache)
         assert counters.num_async_decodes > 20
         assert counters.num_moves > 0
         assert counters.num_cached_tokens > 100

@@ -138,9 +138,7 @@ def test_a_layer_stores_its_keys_and_values_by_one_operator(folders: dict[str, P
     """The layer uses the device's operator: torch's would take 26 kernels."""
     path, stored = folders["llama"], []
     decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
-    operators = SimpleNamespace(
-        **{name: getattr(native_operators, name) for name in native_operators.__all__}
-    )
+    operators = SimpleNamespace(**vars(native_operators))
     operators.write_rows = lambda *given: stored.append(given)
     stages, config = TracedStages(decoder, operators), decoder.config
     of = config, 3, decoder.dtype, CPU

@@ -10,7 +10,12 @@ from traced_models import FAMILIES, SIZES, save
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 WINDOW = "sliding_attention"
-_SHARED = ("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim")
+_SHARED: tuple[str, ...] = (
+    "num_key_value_heads",
+    "num_global_key_value_heads",
+    "head_dim",
+    "global_head_dim",
+)
 _SHARED += ("attention_k_eq_v", "sliding_window", "vocab_size_per_layer_input")
 
 
@@ -81,9 +86,9 @@ def save_pair(folder: Path, family: str = "gemma4", *, has_clusters: bool = Fals
     own = {"backbone_hidden_size": SIZES["hidden_size"], "use_ordered_embeddings": has_clusters}
     own |= {"num_centroids": 30, "centroid_intermediate_top_k": 4}
     torch.manual_seed(5)
-    assistant: Any = Gemma4AssistantForCausalLM(
-        Gemma4AssistantConfig(text_config=dict(text, model_type="gemma4_text"), **(own | others))
-    ).eval()
+    built: Any = Gemma4AssistantForCausalLM
+    config = Gemma4AssistantConfig(text_config=dict(text, model_type="gemma4_text"), **(own | others))
+    assistant = built(config).eval()
     for parameter in assistant.parameters():
         torch.nn.init.normal_(parameter, mean=0.8 * (parameter.dim() < 2), std=0.3)
     if has_clusters:

@@ -108,7 +108,8 @@ def save_predicting(folder: Path, family: str, seed: int = 0) -> Reference:
             number = int(found[1])
             own_layer = names["layer"] if not number else f"mtp.layers.{number}"
             stored[f"{own_layer}.{found[2]}"] = value
-    stored[f"{names['norm']}.weight"] = final_norm_of(one_layer).weight.detach().clone()
+    final_norm: Any = final_norm_of(one_layer)
+    stored[f"{names['norm']}.weight"] = final_norm.weight.detach().clone()
     if names["layer"].startswith("model."):  # copies
         stored[f"{names['layer']}.embed_tokens.weight"] = main.get_input_embeddings().weight.detach().clone()
         stored[f"{names['layer']}.shared_head.head.weight"] = main.lm_head.weight.detach().clone()
