@@ -81,11 +81,15 @@ class AssistantHead:
             return
         block, hidden = np.zeros(1, np.int32), np.zeros((1, self._model.width), np.float32)
         times = []
-        for _ in range(NUM_MEASURED):
-            started = time.perf_counter()
-            self._compute([0], hidden, [(tier, block, 1)], 1)
-            times.append(1e3 * (time.perf_counter() - started))
-        self._steps.learn(1, min(times))
+        try:
+            for _ in range(NUM_MEASURED):
+                started = time.perf_counter()
+                self._compute([0], hidden, [(tier, block, 1)], 1)
+                times.append(1e3 * (time.perf_counter() - started))
+        except Exception as error:  # of any kind: the model works without drafts
+            self._fail(error)
+        else:
+            self._steps.learn(1, min(times))
 
     def is_able(self, request: Request) -> bool:
         name, kv = request.request_id, self._kv
@@ -102,13 +106,16 @@ class AssistantHead:
         able = [request for request in requests if self.is_able(request)]
         try:
             drafts = self._drafts(able, width) if able else {}
-        except Exception as error:  # of any kind: the model works without drafts
-            if is_lost(error):
-                raise
-            logger.exception("the assistant failed: no more drafts by it")
-            self.close()
+        except Exception as error:  # as above
+            self._fail(error)
             return [()] * len(requests)
         return [drafts.get(request.request_id, ()) for request in requests]
+
+    def _fail(self, error: Exception) -> None:
+        if is_lost(error):
+            raise error
+        logger.error("the assistant failed: no more drafts by it", exc_info=error)
+        self.close()
 
     def close(self) -> None:
         """Drop the assistant and its memory; there are no drafts any more. May be called again."""

@@ -54,6 +54,7 @@ class TensorNames:
         self._family, self._layers = family, values["num_hidden_layers"]
         self._predicting: str | None = None  # prefix of the layer of multi-token prediction that is meant
         if isinstance(config, TracedConfig) and config.source.predicts:
+            # Nemotron-H's has two layers, for which gguf's table must have names.
             self._predicting, self._layers = f"blk.{self._layers}.", 2
         self._orders, self._unused = family.orders(values), family.unused(values)
         self._config, self._prefix = config, ""
@@ -184,7 +185,7 @@ class TensorNames:
 
 def _folded(name: str) -> str:
     """Return the name of a tensor in the only block of a layer of multi-token prediction."""
-    return _SECOND.sub(lambda found: "blk.0." + "post_attention_norm" * found[0].endswith("norm"), name)
+    return _SECOND.sub(lambda found: "blk.0." + ("post_attention_norm" if "norm" in found[0] else ""), name)
 
 
 def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:

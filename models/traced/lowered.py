@@ -141,9 +141,11 @@ class _Lowering(RowBuffers):
     def _mixed(self, node: fx.Node, routing: Routing) -> Value:
         """Compute routed experts."""
         experts: Any = self._piece.get_submodule(str(node.target))
-        if experts.moe.on_host is not None:
-            raise NotRowsError("experts in host memory")
+        if experts.moe.on_host is not None or self._config.experts is None:
+            raise NotRowsError("experts in host memory, or without common scratch memory")
         x, logits = self._known[node.all_input_nodes[0]], self._known[routing.logits]
+        if logits.at.dim() != 2:
+            raise NotRowsError("logits of experts that are not [rows, experts]")
         choose = routing.choose(logits.at.shape[-1], logits.dtype)
         return self.call(partial(_with_room, choose, experts.moe), [x, logits], x, row_dim(x.at))
 
@@ -162,12 +164,10 @@ class _Lowering(RowBuffers):
 
     def _by_head(self, x: Any, weights: Any) -> Value:
         """Multiply heads by matrices of their own, as latent attention does."""
-        if (
-            not isinstance(x, Value)
-            or not isinstance(weights, Tensor)
-            or (x.at.dim(), weights.dim()) != (4, 3)
-        ):
+        if not isinstance(x, Value) or not isinstance(weights, Tensor):
             raise NotRowsError("a matmul of rows")
+        if (x.at.dim(), weights.dim()) != (4, 3) or x.at.shape[1] != len(weights):
+            raise NotRowsError("a matmul of another form than one matrix per head")
         like = replace(x, at=x.at[..., :1].expand(*x.at.shape[:-1], weights.shape[-1]))
         return self.call(partial(_multiplied, weights), [x], like, row_dim(x.at))
 
@@ -193,6 +193,8 @@ class _Lowering(RowBuffers):
         return tuple(Value(each, dtype) for each in moved)
 
     def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if isinstance(x, Complex):
+            raise NotRowsError("a conversion of complex numbers")
         if x.dtype is dtype:
             return x
         if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not isinstance(x, Value):
@@ -253,7 +255,9 @@ class _Lowering(RowBuffers):
     def _binary(self, op: str, one: Any, other: Any, factor: Any = 1) -> Any:
         if factor != 1:
             raise NotRowsError("a sum with a factor")
-        if isinstance(one, Complex) and isinstance(other, Complex) and op == "times":
+        if isinstance(one, Complex) or isinstance(other, Complex):
+            if not isinstance(one, Complex) or not isinstance(other, Complex) or op != "times":
+                raise NotRowsError("a sum of complex numbers, or a product with real ones")
             return one.times(other, self._binary)
         if not isinstance(one, Value) and op != "subtract":
             one, other = other, one

@@ -62,12 +62,9 @@ class Complex(NamedTuple):
     def times(self, other: Self, compute: Callable[[str, Value, Value], Value]) -> Self:
         """Multiply by numbers; `compute`: an operator of two values by its name."""
 
-        def sum_of(op: str, one: Value, another: Value) -> Value:
-            first = compute("times", self.real, one)
-            return compute(op, first, compute("times", self.imaginary, another))
-
-        cls = type(self)
-        return cls(sum_of("subtract", *other), sum_of("add", other.imaginary, other.real))
+        (a, b), (c, d) = self, other
+        real = compute("subtract", compute("times", a, c), compute("times", b, d))
+        return type(self)(real, compute("add", compute("times", a, d), compute("times", b, c)))
 
 
 def row_dim(at: Tensor) -> int:

@@ -163,7 +163,8 @@ void choose_experts(const TensorView& logits, const Routing& routing, const Tens
   for (const auto& numbers : {routing.bias, routing.factors}) {
     if (numbers) check_like(*numbers, "[experts]", {count}, DType::kFloat32);
   }
-  if (routing.bias && !routing.is_sigmoid) fail("a softmax has no bias");
+  if (!routing.is_sigmoid && (routing.bias || routing.epsilon != 0))
+    fail("a softmax has no bias and no epsilon");
   with_floats(logits, [&](auto zero) {
     using T = decltype(zero);
     for_rows(n, n * count * 4, num_threads, [&](int64_t first, int64_t last) {

@@ -123,6 +123,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
         # Matmul inputs are rounded to 8 bits: the experts of a few tokens change, and with them the logits.
         errors = (found - expected).norm(dim=1) / expected.norm(dim=1)
         assert errors.median() <= 0.2
+        assert errors.quantile(0.8) <= 0.5
     else:
         assert_close(found, expected, 0.2)
 

@@ -28,8 +28,8 @@ void choose_tokens(const TensorView& logits, const TensorView& tokens, int num_t
 // A mixture of experts' choice. An expert's share is its logit's softmax or sigmoid.
 struct Routing {
   bool is_sigmoid;
-  bool normalises;  // shares are divided by the sum of the chosen ones and epsilon
-  float epsilon;
+  bool normalises;                    // shares are divided by the sum of the chosen ones and epsilon
+  float epsilon;                      // of sigmoids
   std::optional<TensorView> bias;     // [experts] fp32, added to sigmoids for the choice only
   std::optional<TensorView> factors;  // [experts] fp32, of shares
 };

@@ -90,7 +90,7 @@ def choose_experts(
 
     Args:
         logits: [n, experts], fp32, fp16 or bf16; may be strided in n.
-        normalises: shares are divided by the sum of the chosen ones, plus `epsilon`.
+        normalises: shares are divided by the sum of the chosen ones; of sigmoids, plus `epsilon`.
         ids: [n, k] int32, an output; may be strided in n.
         weights: [n, k] float32, an output: the chosen experts' shares; may be strided in n.
         is_sigmoid: a share is the logit's sigmoid, not the softmax over all experts.
