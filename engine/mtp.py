@@ -179,7 +179,9 @@ def drafting_of(options: EngineOptions, checkpoint: Checkpoint | None) -> "Draft
     if options.draft_model is None:
         return MtpDrafting.of(options, checkpoint)
     assistant = assistant_folder(model_path(options.draft_model))
-    if assistant is None or checkpoint is None:
+    if (
+        assistant is None or checkpoint is None
+    ):  # a draft model of random weights is refused by its own set-up
         return Drafting(options, checkpoint)
     return MtpDrafting.of_assistant(options, checkpoint, assistant)
 
@@ -203,6 +205,7 @@ class MtpDrafting:
         self.options = options  # for the model: the layer's memory does not count as free
         self._layer = Layer(config, stored_form(weights, config))
         self._name, self._config, self._weights, self._pairing = name, config, weights, pairing
+        self._assistant: AssistantHead | None = None
         self._who = name if pairing is not None else f"{name}: its {self._layer.named}"
         self._is_required = options.speculate == self._layer.source
         self._beside: Beside | None = None  # set by `plan`; None: the layer is not used
@@ -269,7 +272,9 @@ class MtpDrafting:
         except MemoryError as error:
             if self._is_required:
                 raise MemoryError(f"{self._who} does not fit: {error}") from None
-            logger.info("%s is not used: %s", self._who, error)
+            # Its user named an assistant; a layer of its own is the model's matter.
+            level = logging.INFO if self._pairing is None else logging.WARNING
+            logger.log(level, "%s is not used: %s", self._who, error)
             return plan(self.options, free)
         self.options = self._beside.options
         return self._beside.plan
@@ -304,7 +309,9 @@ class MtpDrafting:
         if self._pairing is not None:
             operators = dispatch if decoder.device.type == "cuda" else None
             stages = stages_of(decoder, operators)
-            return AssistantHead(decoder, stages, self._pairing, loaded.streams, MOST_REQUESTS, return_memory)
+            head = AssistantHead(decoder, stages, self._pairing, loaded.streams, MOST_REQUESTS, return_memory)
+            self._assistant = head
+            return head
         vocab_size = loaded.config.vocab_size
         limits = DraftLimits(
             self._config.max_context_tokens, vocab_size, vocab_size, MOST_TOKENS, MOST_REQUESTS
@@ -315,6 +322,8 @@ class MtpDrafting:
     def close(self) -> None:
         """End the layer's threads and drop its memory; may be called again."""
         self._executor.close()
+        if self._assistant is not None:
+            self._assistant.close()
 
 
 def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> int:

@@ -252,7 +252,15 @@ def take_memory(
     free = replace(free, host_bytes=free.host_bytes - held)
     weight_bytes = decoder.memory()[decoder.device]
     budget = KVBudget(
-        loaded.config, decoder.dtype, decoder.device, options, free, weight_bytes, tiers, bus_share
+        loaded.config,
+        decoder.dtype,
+        decoder.device,
+        options,
+        free,
+        weight_bytes,
+        tiers,
+        bus_share,
+        has_host_weights=decoder.has_splits,
     )
     num_blocks = budget.num_blocks()
     if member is not None:

@@ -140,6 +140,7 @@ class Fitting:
             self.weights if plan is None else plan.gpu_bytes,
             tiers,
             self.rates.bus_bytes_per_s / self.rates.gpu_bytes_per_s,
+            has_host_weights=plan is not None,
         )
         blocks = budget.num_blocks()
         self.tokens |= {tier: BLOCK_SIZE * blocks.get(tier, 0) for tier in MEASURED_TIERS if tier in tiers}

@@ -90,10 +90,13 @@ class StateCache:
 
     def admit(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
         """Start a request at the checkpoint after these blocks; no blocks: at an empty state."""
-        slot = self._pool.find(hashes[-1]) if hashes else None
-        if slot is not None:
-            self._pool.share(slot)
-        self._owned[request_id] = _Owned(NO_SLOT if slot is None else slot)
+        current = NO_SLOT
+        if hashes:
+            found = self._pool.find(hashes[-1])
+            assert found is not None  # the request's KV is reused up to a checkpoint
+            current = found
+            self._pool.share(current)
+        self._owned[request_id] = _Owned(current)
 
     def plan(self, request_id: str, start: int, num_tokens: int, is_last: bool) -> StateSlots:
         """Return the slots of a request's next iteration, which computes `num_tokens` tokens from `start` on.

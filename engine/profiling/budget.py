@@ -86,6 +86,7 @@ class KVBudget:
         weight_bytes: of the loaded model.
         tiers: tiers in use. Streamed KV takes its memory from the other tiers.
         bus_share: bus bandwidth / GPU memory bandwidth; None: unmeasured.
+        has_host_weights: weights cross the bus, so `auto` streams no KV.
 
     Raises:
         MemoryError: the GPU has no room for one iteration.
@@ -101,13 +102,15 @@ class KVBudget:
         weight_bytes: int,
         tiers: Collection[KVTier],
         bus_share: float | None = None,
+        *,
+        has_host_weights: bool = False,
     ) -> None:
         self._config, self._dtype, self._device, self._options = config, dtype, device, options
         self._limits = limits_of(options, device)
         self.num_states = num_slots(config, self._limits.max_batch_requests, free.device_bytes)
         states = self.num_states * config.state_bytes
         self._free, self._weight_bytes = free.without(states), weight_bytes + states
-        self._tiers, self._bus_share = tiers, bus_share
+        self._tiers, self._bus_share, self._has_host_weights = tiers, bus_share, has_host_weights
         self._asked = cache_tokens_of(options)
         # Contexts of this many tokens at most; further memory would be useless.
         self._most_tokens = self._limits.max_batch_requests * config.max_context_tokens
@@ -151,7 +154,8 @@ class KVBudget:
         where it is needed.
         """
         config, asked, has_gpu = self._config, self._asked[streamed], self._free.gpu_bytes is not None
-        if asked is None and not has_gpu and any(tier.host_attends for tier in self._tiers):
+        is_optional = asked is None and any(tier.host_attends for tier in self._tiers)
+        if is_optional and (not has_gpu or self._has_host_weights):
             return 0
         layer_bytes = block_bytes(config, BLOCK_SIZE, self._dtype)
         on_device, on_host = (layers * layer_bytes for layers in layers_of(config.num_layers))

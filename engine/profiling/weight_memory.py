@@ -36,6 +36,7 @@ from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
     HOST_SHARE,
     MOST_HOST_SHARE,
+    STREAMED_SHARE,
     FreeMemory,
     activation_bytes,
     host_buffer_bytes,
@@ -52,7 +53,7 @@ from neo_desktop.models.stored_form import uniform_form
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
 CHAT_TOKENS = 4096  # context of a usual chat
-MOST_LOSS = 0.05  # most speed that a usual chat loses to longer ones; without fixed times, so it is some 3 %
+MOST_LOSS = 0.05  # most speed that a usual chat loses to longer ones; without fixed times, so it is 2 to 4 %
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -254,6 +255,11 @@ class _Memory:
         """Return the GPU memory for weights beside iterations, states, and this KV."""
         run = BLOCK_SIZE * BLOCKS_PER_RUN
         kv = -(-device_tokens // run) * run * self._token_bytes
+        if any(tier.is_streamed for tier in self._tiers) and not any(
+            tier.host_attends for tier in self._tiers
+        ):
+            kv = int(kv / (1 - STREAMED_SHARE))  # the prefetch buffer
+            kv += 2 * self._most_requests * self._token_bytes  # decodes, until their KV is in host memory
         others = self._iteration_bytes + kv
         slots = num_slots(self._config, self._most_requests, int(others / (1 - SHARE)))
         return self._gpu_bytes - others - slots * self._config.state_bytes

@@ -119,7 +119,7 @@ class AssistantHead:
 
     def close(self) -> None:
         """Drop the assistant and its memory; there are no drafts any more. May be called again."""
-        self._model = None
+        self._model = self._kv = self._storage = None
         self.kept.stop()
         self._release()
 

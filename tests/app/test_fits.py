@@ -117,13 +117,16 @@ def of_gpu(
     policy: str = "auto",
     known: MachineFigures | str = "nothing is known",
     draft: LocalModel | None = None,
+    gpu_cache_tokens: int | None = None,
 ) -> Fit:
     """Return the fit of a model on a computer with this GPU and host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
         free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
-        options = EngineOptions(policy=policy, draft_model=draft and draft.path)
+        options = EngineOptions(
+            policy=policy, draft_model=draft and draft.path, gpu_cache_tokens=gpu_cache_tokens
+        )
         config = shape(model) if isinstance(model, str) else model
         return Fitting(config, options, free, known, draft=draft).fit()
 
@@ -189,6 +192,18 @@ def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
     assert found.speed.one_chat_tokens_per_s < min(
         41e9 / found.host_weights_bytes, with_room.speed.one_chat_tokens_per_s
     )
+
+
+@pytest.mark.parametrize("policy", ["auto", "neo", "gpu-only", "apex", "pie"])
+def test_a_plan_for_weights_leaves_its_room_for_kv(policy: str) -> None:
+    gpu = get_gpu("rtx-3060-8gb")
+    known = MachineFigures(gpu, get_host(gpu.host), True, "a datasheet")
+    assert of_gpu(8, 64, known=known, policy=policy).gpu_tokens >= 4096
+    for tokens in (4096, 16384):
+        found = of_gpu(8, 64, known=known, policy=policy, gpu_cache_tokens=tokens)
+        assert found.reason is None
+        assert found.host_weights_bytes > 0
+        assert found.gpu_tokens == tokens
 
 
 def figures(read: float) -> MachineFigures:
