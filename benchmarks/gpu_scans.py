@@ -47,7 +47,9 @@ def check_scans() -> None:
             state = torch.randn(2 * requests + 1, heads, key_dim, value_dim, device=device)
             outs, states = torch.zeros(2, *v.shape, device=device), torch.stack([state, state])
             steps, chunks = (
-                partial(scan, q, k, v, decay, beta, states[way], spans, outs[way], is_delta=is_delta)
+                partial(
+                    scan, q, k, v, decay, beta, states[way], spans=spans, out=outs[way], is_delta=is_delta
+                )
                 for way, scan in enumerate((scan_tokens, scan_chunks))
             )
             steps()

@@ -47,7 +47,6 @@ from neo_desktop.engine.setup import (
     executor_of,
     set_up,
 )
-from neo_desktop.engine.speculate.assistant_head import AssistantHead
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
@@ -178,7 +177,7 @@ class Engine(Iterations):
             kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE, parts.storage.num_states)
             if disk_cache is not None:
                 kv_cache.disk = disk_cache_of(parts, kv_cache, corrected, disk_cache)
-            if isinstance(parts.drafter, AssistantHead):
+            if parts.drafter is not None:
                 parts.drafter.read_from(kv_cache, parts.storage)
             num_layers = parts.model.config.num_layers
             scheduler: Scheduler[Request] = Scheduler(

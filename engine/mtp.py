@@ -179,9 +179,7 @@ def drafting_of(options: EngineOptions, checkpoint: Checkpoint | None) -> "Draft
     if options.draft_model is None:
         return MtpDrafting.of(options, checkpoint)
     assistant = assistant_folder(model_path(options.draft_model))
-    if (
-        assistant is None or checkpoint is None
-    ):  # a draft model of random weights is refused by its own set-up
+    if assistant is None or checkpoint is None:  # the latter is refused there
         return Drafting(options, checkpoint)
     return MtpDrafting.of_assistant(options, checkpoint, assistant)
 

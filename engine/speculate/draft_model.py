@@ -16,6 +16,7 @@ from neo_desktop.engine.batch import (
 )
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.speculate.kept_states import KeptStates
@@ -107,6 +108,9 @@ class DraftModel:
         self._steps = StepTimes()
         self._token_ms = 0.0  # time of a token to catch up
         self._measure()
+
+    def read_from(self, kv: KVCache, storage: KVStorage) -> None:
+        """Do nothing: it has KV of its own."""
 
     def ms(self, requests: Sequence[Request], width: int) -> float:
         """Return the predicted time. A prompt's time counts in parts, since all its drafts need it."""

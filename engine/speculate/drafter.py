@@ -1,10 +1,14 @@
 """Drafters: guesses at a request's next tokens."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.speculate.kept_states import KeptStates
+
+if TYPE_CHECKING:  # it imports torch, which the scheduler does without
+    from neo_desktop.engine.kv.storage import KVStorage
 
 
 class Draft(NamedTuple):
@@ -43,6 +47,9 @@ class ModelDrafter(Protocol):
     @property
     def most_requests(self) -> int:
         """Most requests of a call."""
+
+    def read_from(self, kv: KVCache, storage: "KVStorage") -> None:
+        """Get to know the model's KV, before the first request."""
 
     def is_able(self, request: Request) -> bool:
         """Return True if drafts for this request are possible."""

@@ -61,7 +61,6 @@ class Complex(NamedTuple):
 
     def times(self, other: Self, compute: Callable[[str, Value, Value], Value]) -> Self:
         """Multiply by numbers; `compute`: an operator of two values by its name."""
-
         (a, b), (c, d) = self, other
         real = compute("subtract", compute("times", a, c), compute("times", b, d))
         return type(self)(real, compute("add", compute("times", a, d), compute("times", b, c)))

@@ -77,8 +77,7 @@ def test_chunks_are_exact_for_any_gates(
     arrays = [x.astype(np.float32) for x in (q, k, v, decay, beta, state)]
     given = [torch.tensor(x, device=device) for x in arrays]
     out, spans = torch.zeros_like(given[2]), spans_of(lengths, device)
-    everything: Any = (*given, spans, out)
-    scan_chunks(*everything, is_delta=is_delta)
+    scan_chunks(*given, spans=spans, out=out, is_delta=is_delta)
     q, k, v, decay, beta, state = (x.astype(np.float64) for x in arrays)
     for begin, end, source, target in spans.table.tolist():
         for head in range(heads):

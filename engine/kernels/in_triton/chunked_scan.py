@@ -33,19 +33,9 @@ VALUES = 16  # its columns per program
 MOST_KEYS = 256  # of wider heads, the state exceeds the registers
 
 
-def scan_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    spans: Spans,
-    out: Tensor,
-    *,
-    is_delta: bool,
-) -> None:
-    """Compute `models.recurrent.scan_state` for at most `MOST_KEYS` keys."""
+def scan_chunks(*tensors: Tensor, spans: Spans, out: Tensor, is_delta: bool) -> None:
+    """Compute `models.recurrent.scan_state` for at most `MOST_KEYS` keys; the tensors are q to state."""
+    q, k, v, decay, beta, _ = tensors
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     weights = torch.empty(1 + is_delta, len(v), heads, CHUNK, dtype=torch.float32, device=v.device)
@@ -65,12 +55,7 @@ def scan_chunks(
         q, k, decay, beta, spans.table, weights[0], weights[-1], LEVELS=LEVELS, **constants, num_warps=1
     )
     _across_chunks[len(spans.table), heads, triton.cdiv(value_dim, VALUES)](
-        q,
-        k,
-        v,
-        decay,
-        beta,
-        state,
+        *tensors,
         spans.table,
         weights[0],
         weights[-1],

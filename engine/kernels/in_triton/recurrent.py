@@ -33,31 +33,16 @@ def scan_state(
     assert all(x.is_contiguous() for x in (q, k, v, decay, beta, state, out))
     is_long = spans.longest >= LEAST_TOKENS and k.shape[2] <= MOST_KEYS
     scan = scan_chunks if is_long else scan_tokens
-    scan(q, k, v, decay, beta, state, spans, out, is_delta=is_delta)
+    scan(q, k, v, decay, beta, state, spans=spans, out=out, is_delta=is_delta)
 
 
-def scan_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    spans: Spans,
-    out: Tensor,
-    *,
-    is_delta: bool,
-) -> None:
-    """Compute `models.recurrent.scan_state` token by token."""
+def scan_tokens(*tensors: Tensor, spans: Spans, out: Tensor, is_delta: bool) -> None:
+    """Compute `models.recurrent.scan_state` token by token; the tensors are q to state."""
+    _, k, v, *_ = tensors
     key_heads, key_dim = k.shape[1:]
     heads, value_dim = v.shape[1:]
     _scan[len(spans.table), heads, triton.cdiv(value_dim, VALUES)](
-        q,
-        k,
-        v,
-        decay,
-        beta,
-        state,
+        *tensors,
         spans.table,
         out,
         IS_DELTA=is_delta,
