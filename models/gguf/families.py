@@ -13,7 +13,6 @@ from neo_desktop.models.gguf.family import (
     SLIDING,
     SOFTMAX,
     Family,
-    HeadPart,
     Values,
     experts,
     routed,
@@ -23,6 +22,7 @@ from neo_desktop.models.gguf.family import (
 )
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.matrices import OF_HEADS
 from neo_desktop.models.rope import yarn_temperature
 
 
@@ -322,8 +322,11 @@ FAMILIES: dict[str, Family] = {
         idle=frozenset(("attention.key_length", "attention.value_length")),  # of latents
         has_own_heads=True,
         renamed=ROUTER_BIAS,
-        orders=lambda _: {"attn_kv_b": {_KV: None}},
-        by_head={"attn_k_b": HeadPart(_KV, 0, 2, is_transposed=True), "attn_v_b": HeadPart(_KV, 1, 2)},
+        orders=lambda _: {
+            "attn_kv_b": {_KV: None},
+            "attn_k_b": {f"{_KV}.{OF_HEADS[0]}": None},
+            "attn_v_b": {f"{_KV}.{OF_HEADS[1]}": None},
+        },
     ),
 }
 """Keys are llama.cpp's names of architectures; those of `hybrids` follow."""
