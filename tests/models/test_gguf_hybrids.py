@@ -22,7 +22,6 @@ from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
-NO_MATMUL = "embed_tokens_per_layer.weight"
 MTP = {  # a layer of multi-token prediction, as the converter writes it
     "blk.4.nextn.eh_proj.weight": torch.ones(64, 128),
     "blk.4.nextn.enorm.weight": torch.ones(64),
@@ -115,9 +114,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     assert form.without_kernel == ()
     matrices = config.own_matrices
     quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
-    # Embeddings per layer are looked up: no matmul has them.
-    parameters = {name for name in weights.tensors if name.endswith(NO_MATMUL)}
-    assert quantised - {name for fused in matrices for name in fused.weights} == parameters
+    assert quantised <= {name for fused in matrices for name in fused.weights}
     found, expected = logits(path, tokens(20), keep=True), expected_logits(model, tokens(20))
     if any(fused.experts for fused in matrices):
         # Matmul inputs are rounded to 8 bits: the experts of a few tokens change, and with them the logits.
