@@ -5,7 +5,7 @@ latent to a head's keys and values is multiplied with queries and with attention
 
     q · (W_k c) = (W_kᵀ q) · c        sum(p W_v c) = W_v sum(p c)
 
-So a head has two matrices, W_kᵀ and W_v, as in GGUF files. Those of all heads are stacked.
+So a head has two matrices, W_kᵀ and W_v, as in GGUF files. The heads' matrices are stacked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

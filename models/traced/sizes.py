@@ -83,7 +83,7 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """The matrices of a layer's latent attention, those of all heads stacked; see `latent`."""
+    """The matrices of a layer's latent attention, each with one per head stacked; see `latent`."""
 
     expand: str  # the parameter [heads * (plain + values), rank]
     keys: Matrix  # [heads * rank, plain]

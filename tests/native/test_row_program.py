@@ -171,7 +171,7 @@ def test_memory_that_others_have_left_is_not_read(
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K", None])
 @pytest.mark.parametrize("rows", [1, 40, 700])
 def test_heads_are_multiplied_by_their_own_matrices(rows: int, type_name: str | None) -> None:
-    """Heads lie apart, in the source and in the target; each has the bits of its single product."""
+    """There are gaps between heads; each has the bits of its single product."""
     heads, columns, width, dtype = 3, 256, 32, torch.float32
     weights = numbers(heads * width, columns, dtype=dtype)
     if type_name is None:
