@@ -38,6 +38,7 @@ class Fit:
     dtype: str  # of weights and KV
     weights_bytes: int  # over every rank
     host_weights_bytes: int  # that a GPU has no room for
+    table_bytes: int  # of embeddings in host memory, where a GPU looks them up
     weights_become: str  # the form in memory: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
@@ -195,7 +196,8 @@ class Fitting:
             reason=self.reason,
             dtype=dtype_name,
             weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form) + tables,
-            host_weights_bytes=tables + (0 if plan is None else plan.host_bytes),
+            host_weights_bytes=0 if plan is None else plan.host_bytes,
+            table_bytes=tables,
             weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
             kv_bytes_per_1000_tokens=1000 * self.rank.count * self.config.kv_bytes_per_token(self.dtype),
             gpu_tokens=tokens["gpu"],

@@ -165,6 +165,8 @@ def plan_weights(
     if gpu_bytes < always:
         has_experts = config.experts is None and any(m.experts for _, m in config.each_matrix())
         what = "head, norms and experts" if has_experts else "head and norms"
+        if form.tables is None or config.tie_word_embeddings:
+            what = f"embeddings, {what}"
         raise MemoryError(
             f"{what} of this model take {always / 1e9:.2f} GB and must be in GPU memory, "
             f"but only {max(gpu_bytes, 0) / 1e9:.2f} GB are free for weights: allow more GPU memory, "

@@ -199,12 +199,12 @@ class _Memory:
         room = self._host_room(plan)
         if room < 0:
             free = int(self._host_bytes * MOST_HOST_SHARE)
-            rest = room + plan.host_bytes
+            rest, on_host = room + plan.host_bytes, plan.host_bytes + self._tables
             smaller = self._smaller(self._room(self._least_tokens) - self._streaming + rest)
             raise MemoryError(
-                f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
-                f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "
-                f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
+                f"of {(self._weights + self._tables) / 1e9:.1f} GB of weights, GPU memory has room for "
+                f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {on_host / 1e9:.1f} GB and KV do not fit into "
+                f"the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
                 "programs or choose a smaller model"
             )
         return room

@@ -229,7 +229,7 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     codes = _unpacked(weight.words[at], coding)
     if coding.table:
         codes = torch.tensor(coding.table, dtype=torch.int32, device=codes.device)[codes]
-    numbers = torch.unflatten((codes - coding.centre).float(), 1, (-1, coding.group))
+    numbers = (codes - coding.centre).float().view(len(out), -1, coding.group)
     scales, minima = weight.scales_of(at)
     numbers *= scales
     if minima is not None:

@@ -30,7 +30,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostTables:
-    """How tables in host memory are made.
+    """The memory and kernels of tables in host memory.
 
     Args:
         room: allocates host memory that the device can read.
@@ -44,7 +44,7 @@ class HostTable:
     """A `protocol.Embedding`.
 
     Args:
-        part: type of all rows, packed as on a GPU; None: they have `dtype`.
+        part: type of the rows, packed as on a GPU; None: they have `dtype`.
         device: looks up.
     """
 
