@@ -149,7 +149,7 @@ class Entries(JsonFile):
         return []
 
     def rope_factors(self, name: str, count: int) -> list[float]:
-        """Return the numbers by which RoPE's frequencies are divided. Raise ModelError if they are invalid."""
+        """Return the divisors of RoPE's frequencies. Raise ModelError for impossible numbers."""
         factors = self.floats(name)
         if len(factors) != count or not all(1e-6 < factor < 1e9 for factor in factors):
             raise ModelError(f"{self.path} has {name} that are not valid factors: download it again.")
