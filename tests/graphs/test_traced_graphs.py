@@ -12,6 +12,7 @@ from graph_case import BLOCK_SIZE, HOMES, NUM_BLOCKS, make_executor, prompts, se
 from imitated_streams import ImitatedBackend
 from pipeline_case import FewPrompts, RandomIterations, check_random_plans, check_result, make_storage
 from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
+from seeds import first
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, StateSlots, SubBatch
@@ -87,8 +88,7 @@ def step(position: int, states: Sequence[int], tokens: int = 1) -> IterationPlan
     return IterationPlan((SubBatch(tuple(rows)),))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("family", first(["qwen3.5", "falcon-h1"]))
 @pytest.mark.usefixtures("kernels")
 def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path, family: str) -> None:
     """Graphs of decodes do not have the spans of drafts, and serve again after an iteration with a draft."""
@@ -119,8 +119,7 @@ class FewAsync(FewPrompts, AsyncIterations):
     """Requests arrive together, and some decodes are async."""
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("family", first(SEVERAL_ATTENTIONS))
 @pytest.mark.usefixtures("kernels")
 def test_async_decodes_of_recurrent_models_at_random_paces(tmp_path: Path, family: str) -> None:
     model = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu")
@@ -150,7 +149,7 @@ def with_states(plan: IterationPlan) -> IterationPlan:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("family", first(SEVERAL_ATTENTIONS))
 @pytest.mark.parametrize("lane", [None, Lane.DEVICE, Lane.TO_DEVICE])
 @pytest.mark.usefixtures("kernels")
 def test_async_steps_of_recurrent_models_are_graphs_and_can_be_repeated(

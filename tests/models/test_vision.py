@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cost_models import machine
 from safetensors.torch import load_file, save_file
+from seeds import first
 from vision_models import CASES, bomb, greedy, picture, save
 
 from neo_desktop.engine.engine import Engine
@@ -78,8 +79,7 @@ def check(engine: Engine, folder: Path, tokens: int = TOKENS) -> None:
     assert [list(each.token_ids) for each in engine.generate(prompts, params)] == expected
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", first(CASES))
 def test_policies_chunks_and_preemptions_give_the_tokens_of_transformers(
     folder_of: Callable[[str], Path], family: str
 ) -> None:
