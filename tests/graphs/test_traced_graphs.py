@@ -11,7 +11,7 @@ from async_case import AsyncIterations, Conveyor
 from graph_case import BLOCK_SIZE, HOMES, NUM_BLOCKS, make_executor, prompts, sequence
 from imitated_streams import ImitatedBackend
 from pipeline_case import FewPrompts, RandomIterations, check_random_plans, check_result, make_storage
-from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
+from recurrent_models import SEVERAL_ATTENTIONS
 from seeds import first
 from traced_models import FAMILIES, save
 
@@ -27,7 +27,7 @@ from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.traced.config import read_traced
 
-KNOWN = FAMILIES | RECURRENT
+KNOWN = FAMILIES | SEVERAL_ATTENTIONS  # the recurrent models of all tests, which a process exports once
 PLAIN = Dense(uses_tiles=False)
 
 
@@ -92,7 +92,7 @@ def step(position: int, states: Sequence[int], tokens: int = 1) -> IterationPlan
 @pytest.mark.usefixtures("kernels")
 def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path, family: str) -> None:
     """Graphs of decodes do not have the spans of drafts, and serve again after an iteration with a draft."""
-    model, backend = model_in(save(tmp_path, *RECURRENT[family]), "cpu"), ImitatedBackend(1, num_queues=2)
+    model, backend = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu"), ImitatedBackend(1, num_queues=2)
     with_graphs, _ = make_executor(model, backend=backend, tiers=(KVTier.DEVICE,))
     plain, _ = make_executor(model, tiers=(KVTier.DEVICE,))
     first = 20
