@@ -92,7 +92,8 @@ def step(position: int, states: Sequence[int], tokens: int = 1) -> IterationPlan
 @pytest.mark.usefixtures("kernels")
 def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path, family: str) -> None:
     """Graphs of decodes do not have the spans of drafts, and serve again after an iteration with a draft."""
-    model, backend = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu"), ImitatedBackend(1, num_queues=2)
+    model = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu")
+    backend = ImitatedBackend(1, num_queues=2)
     with_graphs, _ = make_executor(model, backend=backend, tiers=(KVTier.DEVICE,))
     plain, _ = make_executor(model, tiers=(KVTier.DEVICE,))
     first = 20
