@@ -128,12 +128,12 @@ def test_models_give_the_tokens_of_transformers(
     monkeypatch.setattr(stages, "lowered", no_program)
     folder = save(tmp_path / family, *RECURRENT[family])
     generator = torch.Generator().manual_seed(1)
-    first_prompt = torch.randint(3, 300, (45,), generator=generator).tolist()
+    first_prompt = torch.randint(3, 300, (65,), generator=generator).tolist()
     prompts = [first_prompt, [*first_prompt[:33], 7]]
     greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     expected = [transformers_greedy(folder, prompt, 2) for prompt in prompts]
     options = EngineOptions(
-        model=folder, device="cpu", gpu_cache_tokens=512, max_batch_tokens=44, max_batch_requests=4
+        model=folder, device="cpu", gpu_cache_tokens=512, max_batch_tokens=60, max_batch_requests=4
     )
     parts = take_memory(load(options), options)
     with Engine.from_parts(parts, "gpu-only", cost_model=machine(cpu_token_ms=1e-6)) as engine:
