@@ -162,17 +162,21 @@ def test_what_exceeds_the_models_context_is_refused_and_counted() -> None:
 # ---- policies ----
 
 
-@pytest.mark.sample(1)
+OTHERS = (
+    ("t4", "llama-2-7b", 370, 45, 1008),
+    ("a10g", "llama-3.1-8b", 1000, 100, 47_360),
+    ("a10g", "llama-3.1-8b", 1000, 400, 26_400),
+    ("rtx-3060", "qwen3-4b", 1200, 200, 19_376),
+    ("rtx-4090", "llama-3.1-8b", 370, 45, 49_728),  # short: the last CPU requests must not delay the end
+    ("h100", "llama-3.1-8b", 500, 50, 503_040),
+)
+
+
 @pytest.mark.parametrize(
     ("gpu", "model", "prompt", "output", "gpu_tokens"),
     [
-        ("t4", "llama-2-7b", 370, 45, 1008),
         ("t4", "llama-2-7b", 370, 45, 3008),
-        ("a10g", "llama-3.1-8b", 1000, 100, 47_360),
-        ("a10g", "llama-3.1-8b", 1000, 400, 26_400),
-        ("rtx-3060", "qwen3-4b", 1200, 200, 19_376),
-        ("rtx-4090", "llama-3.1-8b", 370, 45, 49_728),  # short: the last CPU requests must not delay the end
-        ("h100", "llama-3.1-8b", 500, 50, 503_040),
+        *(pytest.param(*each, marks=pytest.mark.sample(0)) for each in OTHERS),
     ],
 )
 def test_auto_is_never_much_below_gpu_only(
