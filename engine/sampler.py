@@ -13,7 +13,7 @@ from neo_desktop.engine.int_array import IntView
 from neo_desktop.models.operators import NO_TOKEN
 
 # Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32, unless all rows are greedy.
-PIECE_ELEMENTS = 2**22
+PIECE_ELEMENTS = 2**21
 MOST_COPIES = 13
 
 # On a CPU, top-k, top-p and min-p search only this many leading tokens. Sorting the whole vocabulary takes
