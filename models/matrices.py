@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the project's own decoder
+OF_HEADS = "latent_keys", "latent_values"  # ends of names of matrices with one of every head stacked
 
 
 @dataclass(frozen=True, slots=True)

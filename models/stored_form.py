@@ -14,6 +14,7 @@ from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
+from neo_desktop.models.matrices import OF_HEADS
 from neo_desktop.models.stored_tensor import FLOATS
 from neo_desktop.models.weights import Weights
 
@@ -49,8 +50,10 @@ class StoredForm(Dense):
     def parts(self) -> tuple[PartShape, ...]:
         """Parts of the selected matrix; empty: it is dequantised."""
         parts = self.stored.get(self.name, ())
-        if self.kernels is not None and "experts_" in self.name and len(merged(parts)) > 1:
-            return ()  # kernels index a layer's experts in one matrix
+        if self.kernels is not None and (
+            self.name.endswith(OF_HEADS) or ("experts_" in self.name and len(merged(parts)) > 1)
+        ):
+            return ()  # kernels do not index heads, and a layer's experts only in one matrix
         return parts if all(part.type_name in quantised.KERNEL_TYPES for part in parts) else ()
 
     @property
@@ -104,7 +107,8 @@ def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
         return dequantised
     changes = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
     if form.without_kernel:
-        changes.append(f"{' and '.join(form.without_kernel)} {dequantised}")
+        some = [f"some {name}" if name in form.kept_types else name for name in form.without_kernel]
+        changes.append(f"{' and '.join(some)} {dequantised}")
     return f"{', '.join(changes)}, others kept as they are" if changes else "kept as they are"
 
 

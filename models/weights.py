@@ -25,6 +25,7 @@ from neo_desktop.models.stored_tensor import FLOATS, Blocks, StoredTensor
 from neo_desktop.models.ties import are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.experts import parts_of_stacks
+from neo_desktop.models.traced.latent import parts_of_heads
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -162,8 +163,8 @@ class Weights:
         token prediction, copies of tied weights, and the zero biases that GPTQ adds.
         """
         if isinstance(config, TracedConfig):
-            for moe in config.of_model.moe_layers:
-                parts_of_stacks(moe, self.tensors)
+            parts_of_stacks(config.of_model.moe_layers, self.tensors)
+            parts_of_heads(config.of_model.latents, self.tensors)
         for alias, name in ties_of(config).items():
             if self._differ(alias, name):
                 raise ModelError(

@@ -17,12 +17,12 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import MoveBudget
 from neo_desktop.models.linear.protocol import WeightFormat
-from neo_desktop.models.matrices import Matrix
+from neo_desktop.models.matrices import OF_HEADS, Matrix
 from neo_desktop.models.stored_form import StoredForm
 
 EXPERTS = "experts"  # name of a layer's experts as one matrix, some rows of which are resident
 _PARTS = ("experts_gate", "experts_up", "experts_down")  # an expert's matrices;
-_ALWAYS = ("head", "router")  # always on the GPU
+_ALWAYS = ("head", "router", *OF_HEADS)  # always on the GPU
 _STEPS = 16  # resolution of a matrix
 _ALIKE = 0.1  # gains that differ by less are equal;
 _STRAIGHT = 0.12  # slopes within one matrix that differ by less are one step
@@ -62,7 +62,8 @@ def host_form(form: WeightFormat) -> Dense:
 
 
 def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> dict[str, Sizes]:
-    """Return `name -> sizes` of the matrices that may be divided: not embeddings, head and routers.
+    """Return `name -> sizes` of the matrices that may be divided: not embeddings, head, routers and those of
+    heads.
 
     A layer's experts are one matrix, "3.experts", with one row per expert.
     """

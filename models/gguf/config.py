@@ -122,10 +122,8 @@ def _written(own: Entries, values: Values) -> ModelConfig:
         return replace(config, **biases)
     if config.rope.factors:
         raise UnsupportedModelError(f"{own.path} scales RoPE in two ways, which is not supported.")
-    factors = own.floats(ROPE_FACTORS)
-    if len(factors) != config.head_dim // 2 or not all(1e-6 < factor < 1e9 for factor in factors):
-        raise ModelError(f"{own.path} has {ROPE_FACTORS} that are not valid factors: download it again.")
-    return replace(config, rope=replace(config.rope, factors=tuple(factors)), **biases)
+    factors = tuple(own.rope_factors(ROPE_FACTORS, config.head_dim // 2))
+    return replace(config, rope=replace(config.rope, factors=factors), **biases)
 
 
 def _values(own: Entries, family: Family) -> Values:

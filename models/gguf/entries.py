@@ -148,6 +148,13 @@ class Entries(JsonFile):
                 return [float(number) for number in GGUFTensor(file, place).dequantised(0, place.shape[0])]
         return []
 
+    def rope_factors(self, name: str, count: int) -> list[float]:
+        """Return the divisors of RoPE's frequencies. Raise ModelError for impossible numbers."""
+        factors = self.floats(name)
+        if len(factors) != count or not all(1e-6 < factor < 1e9 for factor in factors):
+            raise ModelError(f"{self.path} has {name} that are not valid factors: download it again.")
+        return factors
+
     def per_layer(self, key: str) -> list[int]:
         """Return an entry's number for each layer; zeros included."""
         numbers = self.arrays.get(key) or [self.integer(key)] * self.num_layers

@@ -13,7 +13,6 @@ from neo_desktop.models.gguf.family import (
     SLIDING,
     SOFTMAX,
     Family,
-    HeadPart,
     Values,
     experts,
     routed,
@@ -21,8 +20,9 @@ from neo_desktop.models.gguf.family import (
     unknown_router,
     yarn,
 )
-from neo_desktop.models.gguf.tensors import ROPE_FACTORS
+from neo_desktop.models.gguf.tensors import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.matrices import OF_HEADS
 from neo_desktop.models.rope import yarn_temperature
 
 
@@ -201,6 +201,25 @@ def _olmo(own: Entries) -> Values:
     }
 
 
+def _phi3(own: Entries) -> Values:
+    """Files of models with LongRoPE have its factors for short and long prompts."""
+    values: Values = {"sliding_window": own.integer("attention.sliding_window", 0, minimum=0) or None}
+    if not {LONG_FACTORS, SHORT_FACTORS} & own.shapes.keys():
+        return values
+    rotated = own.integer("rope.dimension_count", own.head_dim)
+    original = own.integer("rope.scaling.original_context_length")
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": own.number("rope.freq_base", 10_000.0),
+        "partial_rotary_factor": rotated / own.head_dim,
+        "original_max_position_embeddings": original,
+        "attention_factor": own.number("rope.scaling.attn_factor", 1.0),
+        "short_factor": own.rope_factors(SHORT_FACTORS, rotated // 2),
+        "long_factor": own.rope_factors(LONG_FACTORS, rotated // 2),
+    }
+    return values | {"original_max_position_embeddings": original, "rope_parameters": rope}
+
+
 def _stablelm(own: Entries) -> Values:
     """The tensors decide, because older files lack the entries."""
     return {
@@ -287,10 +306,10 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         "phi3",
         "Phi3ForCausalLM",
-        lambda own: {"sliding_window": own.integer("attention.sliding_window", 0, minimum=0) or None},
-        # It matters only with scaling factors, which would be tensors.
-        idle=frozenset(("rope.scaling.original_context_length",)),
+        _phi3,
+        idle=frozenset(("rope.scaling.original_context_length",)),  # it matters only with factors
         is_partly_rotated=True,
+        unused=lambda _: frozenset((LONG_FACTORS, SHORT_FACTORS)),
     ),
     "smollm3": Family(
         "smollm3",
@@ -322,8 +341,11 @@ FAMILIES: dict[str, Family] = {
         idle=frozenset(("attention.key_length", "attention.value_length")),  # of latents
         has_own_heads=True,
         renamed=ROUTER_BIAS,
-        orders=lambda _: {"attn_kv_b": {_KV: None}},
-        by_head={"attn_k_b": HeadPart(_KV, 0, 2, is_transposed=True), "attn_v_b": HeadPart(_KV, 1, 2)},
+        orders=lambda _: {
+            "attn_kv_b": {_KV: None},
+            "attn_k_b": {f"{_KV}.{OF_HEADS[0]}": None},
+            "attn_v_b": {f"{_KV}.{OF_HEADS[1]}": None},
+        },
     ),
 }
 """Keys are llama.cpp's names of architectures; those of `hybrids` follow."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -16,21 +16,6 @@ Orders = Mapping[str, Mapping[str, Tensor | None]]
 SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of a router's function
 ROUTER_BIAS = {".e_score_correction_bias": ".e_score_correction.bias"}
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-class HeadPart(NamedTuple):
-    """A tensor [heads, …] whose matrices are rows of a parameter, next to other tensors' rows of a head.
-
-    Args:
-        end: of the parameter's name.
-        place: of the part in a head; `parts` is the number of parts.
-        is_transposed: the file has each matrix transposed.
-    """
-
-    end: str
-    place: int
-    parts: int
-    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +36,6 @@ class Family:
         shifts_norms: the converter has added one to the norms' weights, except a state's (`ssm_norm`).
         renamed: text in parameter names -> text in the names that gguf's table has.
         orders: rows of tensors, from config.json's values; see `Orders`.
-        by_head: kind of a tensor -> the parameter of which it has a part per head; see `HeadPart`.
         transposed: matrices with sorted columns, from the same values; see `Source`.
         unused: names of tensors that the model does not read.
     """
@@ -71,7 +55,6 @@ class Family:
     shifts_norms: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     orders: Callable[[Values], Orders] = lambda _: {}
-    by_head: Mapping[str, HeadPart] = field(default_factory=dict)
     transposed: Callable[[Values], tuple[tuple[str, int, int], ...]] = lambda _: ()
     unused: Callable[[Values], frozenset[str]] = lambda _: frozenset()
 

@@ -49,6 +49,8 @@ class TensorNames:
             values = values.get("text_config", values)
         self._stacks = _stacks(config)
         self._shapes = config.tensors
+        if isinstance(config, TracedConfig):  # older files have both matrices of heads in one tensor
+            self._shapes |= {latent.expand: latent.shape for latent in config.of_model.latents}
         for matrix in config.own_matrices:
             self._shapes |= {} if matrix.experts else matrix.shapes
         self._family, self._layers = family, values["num_hidden_layers"]
@@ -128,16 +130,12 @@ class TensorNames:
                 f"{file.path} has {place.name}, which {self._config.architecture} of transformers lacks."
             )
         family, kind = self._family, place.name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
-        part = family.by_head.get(kind)
         is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
         undo = _decay_logarithm if kind == "ssm_a" else None
         if family.shifts_norms and kind.endswith("norm") and kind != "ssm_norm":
             undo = _without_one
         for name, own, order in targets:
             _check(file, own, self._config.head_dim if is_rotated else 1)
-            if part is not None and part.is_transposed:
-                yield name, _transposed(file, own)
-                continue
             heads = own.shape[0] // self._config.head_dim
             rows = halves_apart(own.shape[0], heads) if is_rotated else order
             yield name, self._shaped(name, GGUFTensor(file, own, rows, undo))
@@ -149,8 +147,7 @@ class TensorNames:
             kind = place.name.removeprefix(f"blk.{block[1]}.")
             # Predicts more than one token: `Weights` skips it by its names.
             name = f"{self._prefix}{block[1]}.{kind.removeprefix('nextn.')}"
-            shape = (math.prod(place.shape[:-1]), place.shape[-1])
-            return [(name, replace(place, shape=shape), None)]
+            return [(name, _stacked(place), None)]
         if place.name in self._stacks:
             return list(_of_experts(self._stacks[place.name], place))
         # Some files lack the suffix, because gguf's table has names with it.
@@ -160,14 +157,8 @@ class TensorNames:
         if block is None:
             return []
         of_kind, prefix = self._orders.get(block[2], {}), f"{self._prefix}{block[1]}."
-        part = self._family.by_head.get(block[2])
-        if part is not None and len(place.shape) == 3 and prefix + part.end in self._shapes:
-            return [
-                (f"{prefix}{part.end}[{head * part.parts + part.place}]", own, None)
-                for head, own in enumerate(_divided(place))
-            ]
         return [
-            (prefix + end, place, rows)
+            (prefix + end, _stacked(place), rows)
             for end, rows in of_kind.items()
             if _PART.sub(r"\1", prefix + end) in self._shapes
         ]
@@ -181,6 +172,13 @@ class TensorNames:
         if tensor.is_quantised or expected == tensor.shape or not is_equal or not is_same:
             return tensor
         return replace(tensor, reshaped=expected)
+
+
+def _stacked(place: TensorPlace) -> TensorPlace:
+    """Return a tensor's matrices as one, with all their rows."""
+    if len(place.shape) < 3:
+        return place
+    return replace(place, shape=(math.prod(place.shape[:-1]), place.shape[-1]))
 
 
 def _folded(name: str) -> str:
@@ -197,13 +195,6 @@ def _check(file: GGUFFile, place: TensorPlace, unit: int = 1) -> None:
         )
     if len(place.shape) == 1 and place.type.dtype is None:
         raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
-
-
-def _transposed(file: GGUFFile, place: TensorPlace) -> GGUFTensor:
-    rows, columns = place.shape
-    return GGUFTensor(
-        file, place, undo=lambda numbers: numbers.reshape(rows, columns).t(), reshaped=(columns, rows)
-    )
 
 
 def _without_one(stored: Tensor) -> Tensor:

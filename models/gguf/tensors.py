@@ -14,6 +14,7 @@ from neo_desktop.models.stored_tensor import Blocks, Rows, StoredTensor
 
 STORED_PIECE_ELEMENTS = 2**25  # of rows kept in the file's format; one piece occupies many threads
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # as above, of LongRoPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.deepstack import DeepStack
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import Given, LookUp, Product
+from neo_desktop.models.traced.fused import Given, HeadsProduct, LookUp, Product
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
@@ -60,6 +60,7 @@ class Builder:
             each.gate_up: self._experts([decoder.matrices[fused.name] for fused in each.matrices], each)
             for each in decoder.spec.moe_layers
         }
+        self._latents = {each.expand: each for each in decoder.spec.latents}
         if decoder.spec.head is None:
             self._products[decoder.spec.embedding] = Part(decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
@@ -253,26 +254,29 @@ class Builder:
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""
         name, given = name_of(node), _nodes_of(node)
+        inputs: list[Any] = given[:1]
         if name == "embedding" and self._graph.parameters.get(given[0]) in self._tables:
             table = self._tables[self._graph.parameters[given[0]]]
             assert isinstance(table, Embedding)
-            columns, dtype = node.meta["val"].shape[-1], self._decoder.dtype
-            return self._attribute("look_up", LookUp(table, columns, dtype)), given[1:2]
-        if name == "convolve":
+            module: Any = LookUp(table, node.meta["val"].shape[-1], self._decoder.dtype)
+            inputs = given[1:2]
+        elif name == "convolve":
             weight, bias, has_silu, index = given[1:]
             bias = None if bias is None else self._constants[bias]
-            kernel = self._constants[weight]
-            module: Any = Convolution(kernel, bias, index, self._operators, has_silu=has_silu)
-            return self._attribute("convolution", module), [given[0], RECURRENT]
-        if name == "scan":
-            module = Scan(given[6], self._operators, is_delta=given[5])
-            return self._attribute("scan", module), [RECURRENT, *given[:5]]
-        if name == "experts":
-            module = self._moe_layers[self._graph.parameters[given[3]]]
-            return self._attribute("experts", module), [*given[:3], ROOM]
-        if name == "deepstack":
-            return self._attribute("deepstack", DeepStack(self._decoder, given[1])), given[:1]
-        return None
+            module = Convolution(self._constants[weight], bias, index, self._operators, has_silu=has_silu)
+            inputs = [given[0], RECURRENT]
+        elif name == "scan":
+            module, inputs = Scan(given[6], self._operators, is_delta=given[5]), [RECURRENT, *given[:5]]
+        elif name == "by_head":
+            latent, is_keys = self._latents[self._graph.parameters[given[1]]], given[2]
+            module = HeadsProduct(self._decoder.matrices[(latent.keys if is_keys else latent.values).name])
+        elif name == "experts":
+            module, inputs = self._moe_layers[self._graph.parameters[given[3]]], [*given[:3], ROOM]
+        elif name == "deepstack":
+            module = DeepStack(self._decoder, given[1])
+        else:
+            return None
+        return self._attribute(name, module), inputs
 
     def _attribute(self, kind: str, value: Any) -> str:
         name = f"{kind}_{self._number_of}"

@@ -1,6 +1,6 @@
 """Records the attention and linear layers of a `transformers` model while its code runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from neo_desktop.models.limits import HEAD_UNIT
 from neo_desktop.models.traced.heads import HeadShape, Packing
 from neo_desktop.models.traced.latent import keeps_latent, queries, results
+from neo_desktop.models.traced.sizes import stand_in
 
 NAME = "neo_desktop"  # name of the attention in the model's configuration
 EXPERTS = "batched_mm"  # name of the experts' implementation that is replaced
@@ -69,17 +70,11 @@ class Calls:
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
+    latents: list[nn.Module] = field(default_factory=list)  # latent attention
     states: list[tuple[int, ...]] = field(default_factory=list)  # shapes, see `recurrences`
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
     read: set[int] = field(default_factory=set)  # ids of the model's parameters and buffers
-
-
-def stand_in(name: str, schema: str, fake: Callable[..., Tensor]) -> Any:
-    """Register an operator that stands for a function in graphs; stages and executor compute it."""
-    torch.library.define(f"neo_desktop::{name}", schema)
-    torch.library.register_fake(f"neo_desktop::{name}", fake)
-    return getattr(torch.ops.neo_desktop, name)
 
 
 # A layer's attention: q [1, heads, rows, head_dim], k and v [1, kv_heads, rows, head_dim]
@@ -254,6 +249,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
                 raise CannotCutError(f"its attention takes {name}, which this engine does not support")
         is_latent = keeps_latent(module)
         if is_latent:
+            calls.latents.append(module)
             query = queries(module, query)
         out = attend(
             calls,

@@ -167,8 +167,9 @@ def _minimum(
                 graph.add_edge((node, "out"), (user, "in"))
             elif user in left and later(user):
                 graph.add_edge((node, "out"), _SINK)
-    if attends is None:  # the embeddings know no states
-        graph.add_edges_from(((node, "in"), _SINK) for node in region if name_of(node) in ROW_DIMS)
+    if attends is None:  # the embeddings know no states, and have no scratch memory of experts
+        later_ones = {*ROW_DIMS, "experts"}
+        graph.add_edges_from(((node, "in"), _SINK) for node in region if name_of(node) in later_ones)
     if _SINK not in graph or _SOURCE not in graph:
         raise CannotCutError("a part of it is unused")
     try:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.traced.capture import stand_in
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.sizes import stand_in
 
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 

@@ -74,9 +74,9 @@ def _gating(apply_gate: Callable[[Tensor], Tensor]) -> Literal["silu", "gelu"]:
     raise CannotCutError("its experts' gates are neither SiLU nor GELU by tanh")
 
 
-def parts_of_stacks(of_layer: Mixed, tensors: dict[str, StoredTensor]) -> None:
+def parts_of_stacks(moe_layers: Sequence[Mixed], tensors: dict[str, StoredTensor]) -> None:
     """Cut tensors that hold all experts of a layer into one per expert."""
-    for name in (of_layer.gate_up, of_layer.down):
+    for of_layer, name in ((moe, name) for moe in moe_layers for name in (moe.gate_up, moe.down)):
         matrices, stack = of_layer.of(name), tensors.get(name)
         if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
             continue

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from neo_desktop import native
+from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 
 class Product(nn.Module):
@@ -19,6 +21,31 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         return self.linear.multiply(flat, x.new_empty(len(flat), self.rows)).view(*x.shape[:-1], self.rows)
+
+
+class HeadsProduct(nn.Module):
+    """Heads times matrices of their own, which one matrix has stacked."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [1, heads, rows, width] of x [1, heads, rows, columns]."""
+        _, heads, rows, columns = x.shape
+        linear = self.linear
+        if not isinstance(linear, PackedMatrix):
+            return x @ linear.dense().view(heads, -1, columns).transpose(1, 2)
+        flat = x[0].transpose(0, 1).reshape(rows, -1)
+        out = flat.new_empty(rows, linear.rows)
+        buffers = [Buffer(each.shape[1], x.dtype, is_given=True) for each in (flat, out)]
+        width = linear.rows // heads
+        into = Columns(1, stride=width)
+        step = Step(
+            "multiply", (Columns(0, stride=columns),), into, width, groups=columns, matrix=linear.native
+        )
+        RowProgram(buffers, [step]).run([native.view_of("rows", each) for each in (flat, out)])
+        return out.view(1, rows, heads, -1).transpose(1, 2)
 
 
 class RMSNorm(nn.Module):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from neo_desktop import native
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, HeadsProduct, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     Complex,
@@ -39,7 +39,6 @@ _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu", "softplus"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
-_FEW_ROWS = 8  # a row reads all matrices; with more rows, torch's blocks are faster
 _FUNCTIONS = frozenset(("clamp", "exp"))  # of few numbers: torch computes them
 
 
@@ -118,7 +117,6 @@ class _Lowering(RowBuffers):
             (("layer_norm",), lambda: self._layer_norm(*args)),
             (("rms_norm",), lambda: self._plain_norm(*args)),
             (("index",), lambda: self._indexed(*args)),
-            (("matmul",), lambda: self._by_head(*args)),
         ):
             if name in names:
                 return lower()
@@ -127,6 +125,7 @@ class _Lowering(RowBuffers):
     def _operate(self, module: Any, args: tuple[Any, ...]) -> Any:
         for kind, lower in (
             (Product, lambda: self._multiply(module, args[0])),
+            (HeadsProduct, lambda: self._multiply_heads(module, args[0])),
             (AddRMSNorm, lambda: self._add_norm(module, *args)),
             (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
@@ -162,15 +161,6 @@ class _Lowering(RowBuffers):
             raise NotRowsError("an index that differs between rows")
         return replace(x, at=torch.ops.aten.index(x.at, places))
 
-    def _by_head(self, x: Any, weights: Any) -> Value:
-        """Multiply heads by matrices of their own, as latent attention does."""
-        if not isinstance(x, Value) or not isinstance(weights, Tensor):
-            raise NotRowsError("a matmul of rows")
-        if (x.at.dim(), weights.dim()) != (4, 3) or x.at.shape[1] != len(weights):
-            raise NotRowsError("a matmul of another form than one matrix per head")
-        like = replace(x, at=x.at[..., :1].expand(*x.at.shape[:-1], weights.shape[-1]))
-        return self.call(partial(_multiplied, weights), [x], like, row_dim(x.at))
-
     def _moved(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(args[0], Complex):
             return Complex(*(self._moved(node, (part, *args[1:]), kwargs) for part in args[0]))
@@ -202,17 +192,23 @@ class _Lowering(RowBuffers):
         return self.copy(x, dtype)
 
     def _multiply(self, product: Product, x: Value) -> Value:
-        linear = product.linear
-        if not isinstance(linear, PackedMatrix):
-            raise NotRowsError("a matrix that is not in tiles")
-        columns, rows = x.at.shape[-1], linear.rows
         if torch.Size(x.at.shape[:-1]).numel() != ROWS:
             raise NotRowsError("a matmul with several parts of a row")
-        source = self.packed(x)
-        into = self.room(rows, x.dtype)
+        return self._matmul(product.linear, x, 1)
+
+    def _multiply_heads(self, product: HeadsProduct, x: Value) -> Value:
+        return self._matmul(product.linear, x, x.at.shape[1])
+
+    def _matmul(self, linear: Linear, x: Value, heads: int) -> Value:
+        """Multiply heads by the matrices that `linear` has stacked."""
+        if not isinstance(linear, PackedMatrix):
+            raise NotRowsError("a matrix that is not in tiles")
+        columns, width = x.at.shape[-1], linear.rows // heads
+        source = self.grouped(x, columns)
+        into = self.room(linear.rows, x.dtype)._replace(stride=width)
         matrix = linear.native
-        self.steps.append(Step("multiply", (source,), into, rows, groups=columns, matrix=matrix))
-        return self.value(into, (*x.at.shape[:-1], rows), row_dim(x.at), x.dtype)
+        self.steps.append(Step("multiply", (source,), into, width, groups=columns, matrix=matrix))
+        return self.value(into, (*x.at.shape[:-1], width), row_dim(x.at), x.dtype)
 
     def _add_norm(self, norm: AddRMSNorm, residual: Value, x: Value) -> tuple[Value, Value]:
         width = residual.at.shape[-1]
@@ -309,13 +305,6 @@ class _Lowering(RowBuffers):
 
 def _applied(function: Any, others: tuple[Any, ...], _: Beside, out: Tensor, x: Tensor) -> None:
     out.copy_(function(x, *others))
-
-
-def _multiplied(weights: Tensor, _: Beside, out: Tensor, x: Tensor) -> None:
-    if len(x) <= _FEW_ROWS:
-        native.multiply_heads(x, weights, out)
-    else:
-        out.copy_(torch.bmm(x.transpose(0, 1), weights).transpose(0, 1))
 
 
 def _with_states(layer: Convolution | Scan, beside: Beside, *tensors: Tensor) -> None:

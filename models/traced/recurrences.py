@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.recurrent import RecurrentBatch
-from neo_desktop.models.traced.capture import Calls, CannotCutError, stand_in
-from neo_desktop.models.traced.sizes import Change
+from neo_desktop.models.traced.capture import Calls, CannotCutError
+from neo_desktop.models.traced.sizes import Change, stand_in
 
 ROW_DIMS = {"convolve": 2, "scan": 1}  # operator -> row dimension of its inputs and output
 _SILU = ("silu", "swish")

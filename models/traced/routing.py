@@ -25,10 +25,12 @@ class Routing(NamedTuple):
 
     def choose(self, experts: int, dtype: torch.dtype) -> Choose:
         """Return a native call that computes the same for logits of a dtype; if there is none, the code."""
-        order = torch.rand(64, experts, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
-        logits = torch.linspace(-8, 8, experts)[order]  # without ties, as their order is free
+        rank = torch.rand(64, experts, generator=torch.Generator().manual_seed(0)).argsort(dim=1)
+        # The best are without ties in 16 bits, as the order of ties is free.
+        logits = 8 - rank * max(16 / experts, 1 / 8)
+        logits[16:32] = -rank[16:32] / 100  # shows biases, which decide between close scores
         logits[32:48] -= 16
-        logits[48:] -= 60  # shows numbers that are added to sums
+        logits[48:] = -52 - rank[48:] / 2  # shows numbers that are added to sums
         logits = logits.to(dtype)
         ids, weights = self.code(logits.clone())
         bound = 1e-4 if weights.dtype is torch.float32 else 1e-2

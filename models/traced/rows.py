@@ -184,6 +184,7 @@ def _product(node: fx.Node, given: list[fx.Node]) -> bool:
 
 
 _CHECKS: dict[str, Callable[[fx.Node, list[fx.Node]], bool]] = {
+    "by_head": lambda node, given: row_dim(given[0]) == 2,
     "index": _index,
     "slice": _slice,
     "embedding": lambda node, given: True,

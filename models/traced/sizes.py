@@ -1,13 +1,16 @@
 """The source and the sizes of a `transformers` model, which are known before it is loaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import ERROR
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 from neo_desktop.models.experts_config import ExpertsConfig, Gating
 from neo_desktop.models.matrices import Matrix
@@ -79,6 +82,24 @@ class Mixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """The matrices of a layer's latent attention, each with one per head stacked; see `latent`."""
+
+    expand: str  # the parameter [heads * (plain + values), rank]
+    keys: Matrix  # [heads * rank, plain]
+    values: Matrix  # [heads * values, rank]
+
+    @property
+    def heads(self) -> int:
+        return self.keys.rows // self.values.columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the parameter."""
+        return self.heads * self.keys.columns + self.values.rows, self.values.columns
+
+
+@dataclass(frozen=True, slots=True)
 class TracedSpec:
     """Parameters and attention of a model; independent of the dtype."""
 
@@ -102,6 +123,7 @@ class TracedSpec:
     sinks: tuple[str, ...] = ()  # names of parameters, by layer; empty: no sinks
     states: tuple[tuple[int, ...], ...] = ()  # shapes of a request's recurrent states
     moe_layers: tuple[Mixed, ...] = ()
+    latents: tuple[Latent, ...] = ()  # of layers with latent attention
     wide: tuple[str, ...] = ()  # `parameters` that stay in float32
     unread: frozenset[str] = frozenset()  # tensors that text does not need, for example for images
     # RoPE changes its frequencies for longer prompts, but cached keys keep the old ones; None: no limit.
@@ -112,16 +134,24 @@ class TracedSpec:
 
     @property
     def inner_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of layers and experts, without the head."""
-        return (*self.matrices, *(fused for moe in self.moe_layers for fused in moe.matrices))
+        """Matrices of layers, their heads and experts, without the output head."""
+        of_heads = (matrix for latent in self.latents for matrix in (latent.keys, latent.values))
+        return (*self.matrices, *of_heads, *(fused for moe in self.moe_layers for fused in moe.matrices))
 
     @property
     def all_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of layers and experts, and the head."""
+        """Matrices of layers, their heads and experts, and the output head."""
         return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 
 NOTHING = TracedSpec({}, (), None, "", (), 0, 0, 0, {}, 0, 0, 0, 1.0, ())
+
+
+def stand_in(name: str, schema: str, fake: Callable[..., Tensor]) -> Any:
+    """Register an operator that stands for a function in graphs; stages and executor compute it."""
+    torch.library.define(f"neo_desktop::{name}", schema)
+    torch.library.register_fake(f"neo_desktop::{name}", fake)
+    return getattr(torch.ops.neo_desktop, name)
 
 
 Change = tuple[Any, str, Any]

@@ -27,7 +27,7 @@ from neo_desktop.models.traced.capture import (
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.heads import HeadShape, common_shape
-from neo_desktop.models.traced.latent import latents_kept
+from neo_desktop.models.traced.latent import latent_sizes, latents_kept
 from neo_desktop.models.traced.recurrences import recurrences_recorded
 from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import (
@@ -246,8 +246,12 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         raise CannotCutError("its head has several uses")
     head = None if is_tied else replace(_matrix([last], names), name="head")
     moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
-    for moe in moe_layers:
-        del shapes[moe.gate_up], shapes[moe.down]
+    latents = tuple(latent_sizes(module, names, index) for index, module in enumerate(calls.latents))
+    for name in (
+        *(name for moe in moe_layers for name in (moe.gate_up, moe.down)),
+        *(latent.expand for latent in latents),
+    ):
+        del shapes[name]
     others = looked_up - times.keys() - {id(tables[0])}
     own_tables = tuple(_table(names[number], shapes) for number in names if number in others)
     for fused in (*matrices, *own_tables, *(() if head is None else (head,))):
@@ -276,6 +280,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         sinks=tuple(names[id(each)] for each in sinks),
         states=tuple(calls.states),
         moe_layers=moe_layers,
+        latents=latents,
         wide=tuple(name for name in shapes if is_wide(model, name)),
         unread=unread,
         most_tokens=_most_tokens(model.config, is_long=source.is_long),

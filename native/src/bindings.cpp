@@ -197,9 +197,13 @@ RowProgram row_program(const std::vector<std::tuple<int64_t, int, bool>>& buffer
   }
   std::vector<RowStep> of_program;
   for (const auto& [op, sources, into, groups, length, number, weights, matrix] : steps) {
-    RowStep step{static_cast<RowOp>(op), {}, columns_of(into), groups, length, number, weights, std::nullopt};
+    RowStep step{static_cast<RowOp>(op), {}, columns_of(into), groups, length, number, weights, {}};
     for (const Columns& source : sources) step.sources.push_back(columns_of(source));
-    if (matrix) step.matrix = quantised_matrix(*matrix);
+    if (matrix) {
+      const PackedMatrix whole = quantised_matrix(*matrix);
+      const int64_t heads = length < 1 ? 1 : std::max<int64_t>(whole.rows() / length, 1);
+      step.matrices = divided(whole, heads);
+    }
     of_program.push_back(std::move(step));
   }
   return {std::move(of_rows), std::move(of_program)};
@@ -308,7 +312,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("silu_mul", recorded(&silu_mul), without_gil);
   m.def("choose_tokens", recorded(&choose_tokens), without_gil);
   m.def("choose_experts", recorded(&choose_experts_of), without_gil);
-  m.def("multiply_heads", recorded(&multiply_heads), without_gil);
   m.def("rope", recorded(&rope), without_gil);
   m.def("scan_state", recorded(&scan_state), without_gil);
   m.def("short_convolution", recorded(&short_convolution), without_gil);

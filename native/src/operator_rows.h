@@ -83,55 +83,6 @@ void add_rms_norm_row(const void* x, void* residual, const void* weight, void* o
   }
 }
 
-// sums += x * weights, for some rows of weights [rows, length] that are `stride` apart.
-template <class V, int rows, class T>
-inline void add_products(const T* x, const T* weights, int64_t stride, int length, float* sums) {
-  typename V::Reg factors[rows];
-  for (int row = 0; row < rows; ++row) {
-    float one[kMaxLanes];
-    V::store(one, load_some<V>(x + row, 1));
-    factors[row] = V::broadcast(one[0]);
-  }
-  for (int i = 0; i < length; i += V::kLanes) {
-    const int n = length - i;
-    auto sum = load_some<V>(sums + i, n);
-    for (int row = 0; row < rows; ++row) {
-      sum = V::multiply_add(factors[row], load_some<V>(weights + row * stride + i, n), sum);
-    }
-    store_some<V>(sums + i, sum, n);
-  }
-}
-
-template <class V, class T>
-void times_matrix_row(const void* x, const void* weights, int64_t stride, bool is_transposed, int rows,
-                      int columns, void* out) {
-  const T *from = static_cast<const T*>(x), *matrix = static_cast<const T*>(weights);
-  T* to = static_cast<T*>(out);
-  constexpr int kAtOnce = 512;
-  float sums[kAtOnce];
-  for (int first = 0; first < columns; first += kAtOnce) {
-    const int count = columns - first < kAtOnce ? columns - first : kAtOnce;
-    for (int i = 0; i < count; ++i) sums[i] = 0.0f;
-    if (!is_transposed) {
-      int row = 0;
-      const T* at = matrix + first;
-      for (; row + 4 <= rows; row += 4)
-        add_products<V, 4>(from + row, at + row * stride, stride, count, sums);
-      for (; row < rows; ++row) add_products<V, 1>(from + row, at + row * stride, stride, count, sums);
-    } else {
-      for (int column = 0; column < count; ++column) {
-        const T* row = matrix + (first + column) * stride;
-        ProductSum<V> sum;
-        for (int i = 0; i < rows; i += V::kLanes) {
-          sum.add(i, load_some<V>(from + i, rows - i), load_some<V>(row + i, rows - i));
-        }
-        sums[column] = sum.total();
-      }
-    }
-    for (int i = 0; i < count; i += V::kLanes) store_some<V>(to + first + i, V::load(sums + i), count - i);
-  }
-}
-
 template <class V>
 inline typename V::Reg silu(typename V::Reg x) {
   const auto zero = V::zero();
@@ -365,8 +316,7 @@ constexpr RowOperators make_row_operators() {
        NEO_DESKTOP_OF_DTYPES(unary_row, Unary::kSoftplus)},
       {NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kAdd), NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kSubtract),
        NEO_DESKTOP_OF_DTYPES(binary_row, Binary::kTimes)},
-      NEO_DESKTOP_OF_DTYPES(scale_row),
-      NEO_DESKTOP_OF_DTYPES(times_matrix_row)};
+      NEO_DESKTOP_OF_DTYPES(scale_row)};
 }
 
 #undef NEO_DESKTOP_OF_DTYPES

@@ -177,33 +177,6 @@ void choose_experts(const TensorView& logits, const Routing& routing, const Tens
   });
 }
 
-void multiply_heads(const TensorView& x, const TensorView& matrices, const TensorView& out, int num_threads,
-                    Isa isa) {
-  check_dims(x, "[n, heads, rows]", 3);
-  check_dims(matrices, "[heads, rows, columns]", 3);
-  check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  check_dtype(matrices, {x.dtype});
-  const int64_t n = x.size(0), heads = x.size(1), rows = x.size(2), columns = matrices.size(2);
-  check_like(x, "[n, heads, rows]", {n, heads, rows}, x.dtype, 1);
-  check_like(out, "[n, heads, columns]", {n, heads, columns}, x.dtype, 1);
-  check_shape(matrices, "[heads, rows, columns]", {heads, rows, columns});
-  const bool is_transposed = matrices.stride(2) != 1;
-  if (is_transposed && matrices.stride(1) != 1) fail("matrices have neither contiguous rows nor columns");
-  const int64_t stride = matrices.stride(is_transposed ? 2 : 1);
-  const auto times = kernels_for(isa).operators.times_matrix[static_cast<int>(x.dtype)];
-  const auto head_of = [](const TensorView& tensor, int64_t row, int64_t head) {
-    return row_of(tensor, row) + head * tensor.stride(1) * size_of(tensor.dtype);
-  };
-  for_rows(heads, heads * rows * columns, num_threads, [&](int64_t first, int64_t last) {
-    for (int64_t head = first; head < last; ++head) {
-      for (int64_t row = 0; row < n; ++row) {
-        times(head_of(x, row, head), row_of(matrices, head), stride, is_transposed, static_cast<int>(rows),
-              static_cast<int>(columns), head_of(out, row, head));
-      }
-    }
-  });
-}
-
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,
           const std::optional<TensorView>& norm, float eps, int num_threads, Isa isa) {
   check_dims(heads, "[n, heads, head_dim]", 3);

@@ -32,34 +32,6 @@ TensorView columns_of(const TensorView& tensor, int64_t first, int64_t count) {
   return view;
 }
 
-PackedMatrix cut(const PackedMatrix& matrix, int64_t first, int64_t count) {
-  PackedMatrix found;
-  if (matrix.bias) found.bias = rows_of(*matrix.bias, first, count);
-  for (const PackedPart& part : matrix.parts) {
-    if (first < part.rows) {
-      if (first + count > part.rows) fail("an expert's rows lie in two parts");
-      const int64_t tile_bytes = part.bytes / ((part.rows + kTileRows - 1) / kTileRows);
-      found.parts.push_back({part.type, part.packed + first / kTileRows * tile_bytes,
-                             (count + kTileRows - 1) / kTileRows * tile_bytes, count});
-      return found;
-    }
-    first -= part.rows;
-  }
-  fail("there are no rows for the last experts");
-}
-
-std::vector<PackedMatrix> cut_all(const PackedMatrix& matrix, int64_t count) {
-  int64_t rows = 0;
-  for (const PackedPart& part : matrix.parts) rows += part.rows;
-  if (count < 1 || rows % count != 0 || rows / count % kTileRows != 0) {
-    fail("matrices of ", rows, " rows cannot be those of ", count, " experts with a multiple of ", kTileRows);
-  }
-  if (matrix.bias) check_shape(*matrix.bias, "[rows]", {rows});
-  std::vector<PackedMatrix> found;
-  for (int64_t i = 0; i < count; ++i) found.push_back(cut(matrix, rows / count * i, rows / count));
-  return found;
-}
-
 // Rows that are routed to one expert, consecutive in the grouped tensors.
 struct Group {
   Group(const PackedExperts& experts, int64_t expert, const ExpertRows& rows, int64_t first, int64_t count,
@@ -283,7 +255,7 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
   }
   const bool is_one = !clamped && !gate.parts.empty() && !up.parts.empty() &&
                       gate.parts.front().packed == up.parts.front().packed;
-  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped, gate_by, is_one};
+  return {divided(gate, count), divided(up, count), divided(down, count), alike, clamped, gate_by, is_one};
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {

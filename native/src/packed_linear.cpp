@@ -46,6 +46,27 @@ int64_t tile_bytes(WeightType type, int64_t columns) {
 
 int64_t tiles_of(const PackedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
 
+// Rows [first, first + count), which begin and end with tiles of one part.
+PackedMatrix cut(const PackedMatrix& matrix, int64_t first, int64_t count) {
+  PackedMatrix found;
+  if (matrix.bias) {
+    found.bias = *matrix.bias;
+    found.bias->data = static_cast<uint8_t*>(found.bias->data) + first * size_of(found.bias->dtype);
+    found.bias->shape[0] = count;
+  }
+  for (const PackedPart& part : matrix.parts) {
+    if (first < part.rows) {
+      if (first + count > part.rows) fail("a divided matrix's rows lie in two parts");
+      const int64_t tile_bytes = part.bytes / tiles_of(part);
+      found.parts.push_back({part.type, part.packed + first / kTileRows * tile_bytes,
+                             (count + kTileRows - 1) / kTileRows * tile_bytes, count});
+      return found;
+    }
+    first -= part.rows;
+  }
+  fail("there are no rows for the last matrices");
+}
+
 void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t* memory, float* floats,
                    int num_threads) {
   product.begin(first, count, memory);
@@ -76,6 +97,18 @@ int64_t PackedMatrix::rows() const {
   int64_t rows = 0;
   for (const PackedPart& part : parts) rows += part.rows;
   return rows;
+}
+
+std::vector<PackedMatrix> divided(const PackedMatrix& matrix, int64_t count) {
+  if (count == 1) return {matrix};
+  const int64_t rows = matrix.rows();
+  if (count < 1 || rows % count != 0 || rows / count % kTileRows != 0) {
+    fail(rows, " rows cannot be divided into ", count, " matrices with a multiple of ", kTileRows);
+  }
+  if (matrix.bias) check_shape(*matrix.bias, "[rows]", {rows});
+  std::vector<PackedMatrix> found;
+  for (int64_t i = 0; i < count; ++i) found.push_back(cut(matrix, rows / count * i, rows / count));
+  return found;
 }
 
 void check_packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,

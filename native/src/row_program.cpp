@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <iterator>
 
 #include "neo_desktop/kernels.h"
 #include "packed_product.h"
@@ -20,53 +21,25 @@ struct OpTraits {
   size_t sources;
 };
 
+// In the order of RowOp.
+constexpr OpTraits kTraits[] = {
+    {"multiply", 1},   {"add_rms_norm", 2}, {"rms_norm", 1},  {"layer_norm", 1}, {"silu_mul", 1},
+    {"rope", 2},       {"copy", 1},         {"add", 2},       {"subtract", 2},   {"times", 2},
+    {"add_number", 1}, {"times_number", 1}, {"silu", 1},      {"sigmoid", 1},    {"tanh", 1},
+    {"relu", 1},       {"gelu", 1},         {"gelu_tanh", 1}, {"softplus", 1},
+};
+
 OpTraits traits_of(RowOp op) {
-  switch (op) {
-    case RowOp::kMultiply:
-      return {"multiply", 1};
-    case RowOp::kAddRmsNorm:
-      return {"add_rms_norm", 2};
-    case RowOp::kRmsNorm:
-      return {"rms_norm", 1};
-    case RowOp::kLayerNorm:
-      return {"layer_norm", 1};
-    case RowOp::kSiluMul:
-      return {"silu_mul", 1};
-    case RowOp::kRope:
-      return {"rope", 2};
-    case RowOp::kCopy:
-      return {"copy", 1};
-    case RowOp::kAdd:
-      return {"add", 2};
-    case RowOp::kSubtract:
-      return {"subtract", 2};
-    case RowOp::kTimes:
-      return {"times", 2};
-    case RowOp::kAddNumber:
-      return {"add_number", 1};
-    case RowOp::kTimesNumber:
-      return {"times_number", 1};
-    case RowOp::kSilu:
-      return {"silu", 1};
-    case RowOp::kSigmoid:
-      return {"sigmoid", 1};
-    case RowOp::kTanh:
-      return {"tanh", 1};
-    case RowOp::kRelu:
-      return {"relu", 1};
-    case RowOp::kGelu:
-      return {"gelu", 1};
-    case RowOp::kGeluTanh:
-      return {"gelu_tanh", 1};
-    case RowOp::kSoftplus:
-      return {"softplus", 1};
-  }
-  fail("there is no such step");
+  const auto index = static_cast<size_t>(op);
+  if (index >= std::size(kTraits)) fail("there is no such step");
+  return kTraits[index];
 }
 
 bool is_binary(RowOp op) { return op == RowOp::kAdd || op == RowOp::kSubtract || op == RowOp::kTimes; }
 
 int offset_in(RowOp op, RowOp first) { return static_cast<int>(op) - static_cast<int>(first); }
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Columns [first, first + length) of a buffer.
 TensorView part_of(const TensorView& buffer, int64_t first, int64_t length) {
@@ -84,16 +57,19 @@ class Run {
     int64_t elements = 0, weight_bytes = 0, tiles = 1;
     for (const RowStep& step : program_) {
       elements += rows_ * step.groups * step.length;
-      if (!step.matrix) continue;
-      const TensorView& x = views_.emplace_back(source_of(step));
-      const TensorView& out = views_.emplace_back(result_of(step));
-      const PackedProduct& product =
-          products_.emplace_back(x, step.matrix->parts, step.matrix->bias, out, isa);
+      if (step.matrices.empty()) continue;
+      const auto heads = static_cast<int64_t>(step.matrices.size());
+      for (int64_t head = 0; head < heads; ++head) {
+        const TensorView& x = views_.emplace_back(source_of(step, head));
+        const TensorView& out = views_.emplace_back(result_of(step, head));
+        products_.emplace_back(x, step.matrices[head].parts, step.matrices[head].bias, out, isa);
+      }
+      const PackedProduct& product = products_.back();
       const int64_t passes = (rows_ + product.rows_at_once() - 1) / product.rows_at_once();
-      weight_bytes += passes * product.weight_bytes();
-      tiles = std::max(tiles, product.tiles());
+      weight_bytes += heads * passes * product.weight_bytes();
+      tiles = std::max(tiles, heads * product.tiles());
       columns_ = std::max(columns_, product.columns());
-      product_bytes_ = std::max(product_bytes_, std::min(rows_, product.chunk()) * product.row_bytes());
+      product_bytes_ = std::max(product_bytes_, heads * head_bytes(product));
     }
     const int64_t most = std::min<int64_t>(rows_, num_threads);
     const int64_t useful = std::clamp<int64_t>(elements / kSerialElements, 1, most);
@@ -117,38 +93,51 @@ class Run {
     auto view = views_.begin();
     auto product = products_.begin();
     for (const RowStep& step : program_) {
-      if (!step.matrix) {
+      if (step.matrices.empty()) {
         by_row.push_back(&step);
         continue;
       }
-      (view++)->data = source_of(step).data;
-      (view++)->data = result_of(step).data;
-      const int64_t chunk = product->chunk();
+      const auto heads = static_cast<int64_t>(step.matrices.size());
+      for (int64_t head = 0; head < heads; ++head) {
+        (view++)->data = source_of(step, head).data;
+        (view++)->data = result_of(step, head).data;
+      }
+      const int64_t chunk = product->chunk(), tiles = product->tiles();
       if (chunk < rows_) share_rows(steps, by_row);
       for (int64_t first = 0; first < rows_; first += chunk) {
-        PackedProduct& part = chunks.emplace_back(*product);
+        const size_t own = chunks.size();  // the heads' chunks begin there
         const int64_t count = std::min(chunk, rows_ - first);
-        part.begin(first, count, memory);
-        steps.add(count, take_of(count), [this, by_row, first, &part, floats](int64_t row, int participant) {
+        for (int64_t head = 0; head < heads; ++head) {
+          chunks.emplace_back(product[head]).begin(first, count, memory + head * head_bytes(*product));
+        }
+        steps.add(count, take_of(count), [=, this, &chunks](int64_t row, int participant) {
           for (const RowStep* each : by_row) compute(*each, first + row);
-          part.prepare(row, floats + participant * columns_);
+          for (int64_t head = 0; head < heads; ++head) {
+            chunks[own + head].prepare(row, floats + participant * columns_);
+          }
         });
         by_row.clear();
-        steps.add(part.tiles(), tiles_at_a_time(part.tiles(), threads_),
-                  [&part](int64_t tile, int) { part.multiply(tile); });
+        steps.add(heads * tiles, tiles_at_a_time(heads * tiles, threads_),
+                  [=, &chunks](int64_t item, int) { chunks[own + item / tiles].multiply(item % tiles); });
       }
-      ++product;
+      product += heads;
     }
     share_rows(steps, by_row);
     steps.run(threads_);
   }
 
  private:
-  TensorView source_of(const RowStep& step) const {
-    return part_of(buffers_[step.sources[0].buffer], step.sources[0].first, step.groups);
+  TensorView source_of(const RowStep& step, int64_t head) const {
+    const RowColumns& from = step.sources[0];
+    return part_of(buffers_[from.buffer], from.first + head * from.stride, step.groups);
   }
-  TensorView result_of(const RowStep& step) const {
-    return part_of(buffers_[step.into.buffer], step.into.first, step.length);
+  TensorView result_of(const RowStep& step, int64_t head) const {
+    return part_of(buffers_[step.into.buffer], step.into.first + head * step.into.stride, step.length);
+  }
+
+  // Bytes of scratch memory for a head's rows.
+  int64_t head_bytes(const PackedProduct& product) const {
+    return aligned(std::min(rows_, product.chunk()) * product.row_bytes());
   }
 
   int64_t take_of(int64_t rows) const { return std::max<int64_t>(rows / (threads_ * kTakesPerThread), 1); }
@@ -258,8 +247,7 @@ void RowProgram::check(const RowStep& step) const {
   const auto [name, sources] = traits_of(step.op);
   const bool has_constant = is_binary(step.op) && !step.weights.empty();
   if (step.sources.size() != sources - has_constant) fail(name, " has ", step.sources.size(), " sources");
-  if (step.matrix.has_value() != (step.op == RowOp::kMultiply))
-    fail(name, " and a matrix do not go together");
+  if (step.matrices.empty() == (step.op == RowOp::kMultiply)) fail(name, " and a matrix do not go together");
   const auto weight = [&](size_t i, const std::vector<int64_t>& shape, std::initializer_list<DType> dtypes) {
     if (step.weights.size() <= i) fail(name, " has no weights");
     check_shape(step.weights[i], "weights", shape);
@@ -267,14 +255,19 @@ void RowProgram::check(const RowStep& step) const {
     check_packed(step.weights[i], static_cast<int>(shape.size()));
   };
   if (step.op == RowOp::kMultiply) {  // its groups are the input columns
-    check_columns(step.sources[0], 1, step.groups);
-    check_columns(step.into, 1, step.length);
+    const auto heads = static_cast<int64_t>(step.matrices.size());
+    check_columns(step.sources[0], heads, step.groups);
+    check_columns(step.into, heads, step.length);
+    if (heads > 1 && step.into.stride < step.length) fail("products of heads overlap");
     if (step.sources[0].buffer == step.into.buffer) fail("a product lies where its input does");
     const auto view = [&](const RowColumns& columns, int64_t width) {
       return TensorView{"rows", nullptr, buffers_[columns.buffer].dtype, {1, width}, {width, 1}};
     };
-    return check_packed_linear(view(step.sources[0], step.groups), step.matrix->parts, step.matrix->bias,
-                               view(step.into, step.length));
+    for (const PackedMatrix& matrix : step.matrices) {
+      check_packed_linear(view(step.sources[0], step.groups), matrix.parts, matrix.bias,
+                          view(step.into, step.length));
+    }
+    return;
   }
   check_columns(step.into, step.groups, step.length);
   const DType dtype = buffers_[step.into.buffer].dtype;
@@ -323,7 +316,7 @@ void RowProgram::place_buffers() {
   for (size_t i = 0; i < buffers_.size(); ++i) {
     if (buffers_[i].is_given || uses[i].first < 0) continue;
     const auto size_in_row = [&](size_t of) {
-      return (buffers_[of].width * size_of(buffers_[of].dtype) + kAlignment - 1) / kAlignment * kAlignment;
+      return aligned(buffers_[of].width * size_of(buffers_[of].dtype));
     };
     const int64_t size = size_in_row(i);
     int64_t offset = 0;
@@ -372,7 +365,7 @@ void RowProgram::run_some(const std::vector<TensorView>& given, int64_t first, i
     }
   }
   Run run(steps_, std::move(buffers), rows, num_threads, isa);
-  const int64_t bytes = (run.memory_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+  const int64_t bytes = aligned(run.memory_bytes());
   uint8_t* memory = own_memory(bytes + rows * row_bytes_);
   std::vector<uint8_t*> own(buffers_.size(), nullptr);
   for (size_t i = 0; i < own.size(); ++i) {

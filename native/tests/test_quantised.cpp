@@ -132,7 +132,7 @@ struct LayerProblem {
     std::vector<RowStep> steps;
     const auto multiply = [&](int64_t from, const PackedMatrix& matrix, int64_t out) {
       const int64_t columns = buffers[from].width, rows = buffers[out].width;
-      steps.push_back({RowOp::kMultiply, {all(from)}, all(out), columns, rows, 0, {}, matrix});
+      steps.push_back({RowOp::kMultiply, {all(from)}, all(out), columns, rows, 0, {}, {matrix}});
     };
     const auto normalise = [&] {
       steps.push_back({RowOp::kAddRmsNorm,
@@ -142,12 +142,12 @@ struct LayerProblem {
                        width(normed),
                        kEps,
                        {layer.norm},
-                       std::nullopt});
+                       {}});
     };
     multiply(kAttention, layer.output, kX);
     normalise();
     multiply(kNormed, layer.gate_up, kGateUp);
-    steps.push_back({RowOp::kSiluMul, {all(kGateUp)}, all(kGated), 1, width(gated), 0, {}, std::nullopt});
+    steps.push_back({RowOp::kSiluMul, {all(kGateUp)}, all(kGated), 1, width(gated), 0, {}, {}});
     multiply(kGated, layer.down, kX);
     normalise();
     multiply(kNormed, layer.qkv, kQkv);
@@ -160,7 +160,7 @@ struct LayerProblem {
                      rotated.size(2),
                      kEps,
                      weights,
-                     std::nullopt});
+                     {}});
     RowProgram(buffers, steps).run(views, threads, isa);
   }
 

@@ -17,12 +17,11 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import check_model, load_model, stages_of
-from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.stored_form import stored_form, what_becomes
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
-NO_MATMUL = ("kv_b_proj.weight",)
 MTP = {  # a layer of multi-token prediction, as the converter writes it
     "blk.4.nextn.eh_proj.weight": torch.ones(64, 128),
     "blk.4.nextn.enorm.weight": torch.ones(64),
@@ -115,9 +114,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     assert form.without_kernel == ()
     matrices = config.own_matrices
     quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
-    # Attention to latents uses its weight per head: no matmul has it.
-    parameters = {name for name in weights.tensors if name.endswith(NO_MATMUL)}
-    assert quantised - {name for fused in matrices for name in fused.weights} == parameters
+    assert quantised <= {name for fused in matrices for name in fused.weights}
     found, expected = logits(path, tokens(20), keep=True), expected_logits(model, tokens(20))
     if any(fused.experts for fused in matrices):
         # Matmul inputs are rounded to 8 bits: the experts of a few tokens change, and with them the logits.
@@ -143,6 +140,31 @@ def test_deepseek_files_may_have_one_matrix_of_keys_and_values(tmp_path: Path) -
     sizes = {"attention.key_length": 24, "attention.value_length": 16, "attention.head_count_kv": 4}
     path, _ = write_hybrid(tmp_path, "deepseek-v3", is_old=True, metadata=of_latents | sizes)
     assert_same_weights(path, write_hybrid(tmp_path / "usual", "deepseek-v3")[0])
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_matrices_of_heads_stay_as_they_are_stored(is_old: bool, tmp_path: Path) -> None:
+    """One matrix of keys and values is cut: those of keys are transposed, so they become floats."""
+    of_latents: dict[str, Any] = dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla"))
+    sizes = {"attention.key_length": 256 + 8, "attention.value_length": 64, "attention.head_count_kv": 4}
+    metadata = of_latents | sizes if is_old else {}
+    given: dict[str, Any] = {"sizes": LARGE, "is_old": is_old, "metadata": metadata}
+    path, model = write_hybrid(tmp_path, "deepseek-v3", "Q8_0", **given)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config)
+    assert form.without_kernel == (("Q8_0 by columns",) if is_old else ())
+    becomes = "Q8_0 by columns dequantised to float32, others kept as they are"
+    assert what_becomes(form, torch.float32) == (becomes if is_old else "kept as they are")
+    found = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
+    weights = {weight.name: weight.dense() for weight in named_weights(found)}
+    for name, expected in model.state_dict().items():
+        if name.endswith("kv_b_proj.weight"):
+            heads = expected.view(config.num_heads, -1, expected.shape[1])
+            keys = heads[:, :256].transpose(1, 2).flatten(0, 1)
+            torch.testing.assert_close(weights[f"{name}.latent_keys"], keys)
+            torch.testing.assert_close(weights[f"{name}.latent_values"], heads[:, 256:].flatten(0, 1))
 
 
 @pytest.mark.parametrize("keeps_both", [True, False])

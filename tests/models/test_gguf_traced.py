@@ -11,10 +11,11 @@ from gguf_traced import VOCAB_SIZE, WRITTEN, write_traced
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
-from neo_desktop.models.json_file import UnsupportedModelError
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.traced.config import with_long_factors
 from neo_desktop.models.traced.spec import examined
 
 CPU = torch.device("cpu")
@@ -47,6 +48,25 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert summarize(path).is_by_transformers
     config = open_checkpoint(path).config()
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+def test_files_with_longrope_serve_the_whole_context(tmp_path: Path) -> None:
+    """Logits beyond the original context are those of transformers, once the long factors are chosen."""
+    path, model = write_traced(tmp_path, "phi3 long")
+    checkpoint = open_checkpoint(path)
+    short = checkpoint.config()
+    whole = with_long_factors(short)
+    assert (short.max_context_tokens, whole.max_context_tokens) == (128, 256)
+    token_ids = torch.randint(3, VOCAB_SIZE, (140,), generator=torch.Generator().manual_seed(1))
+    decoder = load_model(checkpoint, whole, dtype=torch.float32, device=CPU)
+    found = logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
+    torch.testing.assert_close(found, expected_logits(model, token_ids), rtol=1e-4, atol=1e-4)
+
+
+def test_factors_of_another_number_are_refused(tmp_path: Path) -> None:
+    path, _ = write_traced(tmp_path, "phi3 long", tensors={"rope_factors_long.weight": torch.ones(5)})
+    with pytest.raises(ModelError, match=r"rope_factors_long\.weight that are not valid factors"):
+        open_checkpoint(path).config()
 
 
 @pytest.mark.sample(1)

@@ -103,7 +103,12 @@ def check_weights(path: Path) -> None:
     expected = make.from_pretrained(path, dtype=torch.float32).state_dict()
     for weight in named_weights(decoder):
         value = expected.get(weight.name)
-        if value is None:
+        of_heads = re.fullmatch(r"(.+)\.latent_(keys|values)", weight.name)
+        if of_heads is not None:
+            heads = expected[of_heads[1]].view(LATENT["num_key_value_heads"], -1, LATENT["kv_lora_rank"])
+            keys, values = heads.split((LATENT["qk_nope_head_dim"], LATENT["v_head_dim"]), dim=1)
+            value = (keys.transpose(1, 2) if of_heads[2] == "keys" else values).flatten(0, 1)
+        elif value is None:
             written = re.fullmatch(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name)
             traced = re.fullmatch(r"(.+)\.\w+_proj\[(\d+)\]\.(gate|up|down)", weight.name)
             module, expert, kind = (written or traced).groups()

@@ -1,15 +1,20 @@
 """Row programs: each step against float64, reuse of memory between steps, and refusals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from gguf_files import small_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 from neo_desktop import native
+from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.linear.quantised import PartShape, Quantised
+from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -161,6 +166,34 @@ def test_memory_that_others_have_left_is_not_read(
     steps.append(Step("copy", (Columns(last),), Columns(1), width))
     run(RowProgram(buffers, steps), [x, out], threads=threads)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K", None])
+@pytest.mark.parametrize("rows", [1, 40, 700])
+def test_heads_are_multiplied_by_their_own_matrices(rows: int, type_name: str | None) -> None:
+    """There are gaps between heads; each has the bits of its single product."""
+    heads, columns, width, dtype = 3, 256, 32, torch.float32
+    weights = numbers(heads * width, columns, dtype=dtype)
+    if type_name is None:
+        linear: PackedMatrix = Tiles(heads * width, columns, None, dtype)
+        linear.load(0, weights)
+    else:
+        linear = Quantised([PartShape(type_name, heads * width)], columns, None, dtype)
+        linear.load_stored(0, small_rows(type_name, heads * width, columns))
+    x, out = numbers(rows, 900, dtype=dtype, seed=1), torch.full((rows, 130), 7.0)
+    source, into = Columns(0, 4, columns + 20), Columns(1, 2, width + 5)
+    step = Step("multiply", (source,), into, width, groups=columns, matrix=linear.native)
+    run(RowProgram([Buffer(900, dtype, True), Buffer(130, dtype, True)], [step]), [x, out])
+    expected = torch.full((rows, 130), 7.0)
+    for head in range(heads):
+        kind, address, nbytes, _ = linear.packed_parts[0].native_from(head * width)
+        part = kind, address, nbytes // (heads - head), width
+        of_head = x[:, 4 + head * (columns + 20) :][:, :columns]
+        native.packed_linear(of_head, [part], None, expected[:, 2 + head * (width + 5) :][:, :width])
+    assert torch.equal(out, expected)
+    bad = replace(step, into=Columns(1, 2, width - 1))
+    with pytest.raises(ValueError, match="heads overlap"):
+        RowProgram([Buffer(900, dtype, True), Buffer(130, dtype, True)], [bad])
 
 
 X, OUT = Buffer(16, torch.float32, True), Buffer(16, torch.float32, True)

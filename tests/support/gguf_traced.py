@@ -73,11 +73,16 @@ def _rotated(config: Any) -> int:
 
 
 def _phi3(config: Any) -> Changes:
-    return _rms(config) | {
-        "rope.dimension_count": _rotated(config),
-        "rope.scaling.original_context_length": config.original_max_position_embeddings,
-        "attention.sliding_window": config.sliding_window or 0,
-    }
+    factor = {"rope.scaling.attn_factor": config.rope_parameters.get("attention_factor")}
+    return (
+        _rms(config)
+        | factor
+        | {
+            "rope.dimension_count": _rotated(config),
+            "rope.scaling.original_context_length": config.original_max_position_embeddings,
+            "attention.sliding_window": config.sliding_window or 0,
+        }
+    )
 
 
 def _granite(config: Any) -> Changes:
@@ -115,6 +120,15 @@ _LONG = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 128,
+    "attention_factor": 1.2,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+}
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _STRETCHED = {"full_attention": YARN | {"attention_factor": 1.2}, "sliding_attention": _PLAIN}
 WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
@@ -145,6 +159,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
         },
     ),
     "phi3-window": ("phi3", _phi3, {}),
+    "phi3 long": ("phi3", _phi3, {"original_max_position_embeddings": 128, "rope_parameters": _LONGROPE}),
     "stablelm": ("stablelm", _stablelm, {}),
     "stablelm biases": ("stablelm", _stablelm, {"use_qkv_bias": True, "use_parallel_residual": True}),
     "starcoder2": ("starcoder2", _starcoder2, {"tie_word_embeddings": False}),
@@ -218,7 +233,10 @@ def write_text(
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         _write(writer, stored, parameter.detach(), type_name, architecture, config)
-    for name, value in (tensors or {}).items():
+    rope = getattr(config, "rope_parameters", None) or {}
+    factors = {f"rope_factors_{kind}.weight": rope.get(f"{kind}_factor") for kind in ("short", "long")}
+    more = {name: torch.tensor(each) for name, each in factors.items() if each is not None}
+    for name, value in (more | (tensors or {})).items():
         add_tensor(writer, name, value, "F32")
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()

@@ -65,11 +65,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             **_NEMOTRON,
         },
     ),
-    "nemotron-h-moe": (  # experts without gates
+    "nemotron-h-moe": (  # experts without gates, also before the first attention
         "nemotron_h",
         {
             "num_hidden_layers": 4,
-            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
             **_NEMOTRON,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,

@@ -140,10 +140,6 @@ struct RowOperators {
   void (*binary[kBinaries][kFloatTypes])(const void* a, const void* b, void* out, int length);
   // x * factor + addend
   void (*scale[kFloatTypes])(const void* x, void* out, int length, float factor, float addend);
-  // x [rows] times a matrix [rows, columns] whose rows (transposed: columns) are contiguous and `stride`
-  // apart.
-  void (*times_matrix[kFloatTypes])(const void* x, const void* matrix, int64_t stride, bool is_transposed,
-                                    int rows, int columns, void* out);
 };
 
 // Matmuls with dense weights in tiles of 16 rows: [columns, 16], in bf16 [columns / 2, 16, 2].

@@ -39,11 +39,6 @@ struct Routing {
 void choose_experts(const TensorView& logits, const Routing& routing, const TensorView& ids,
                     const TensorView& weights, int num_threads);
 
-// Multiplies heads by matrices of their own: x is [n, heads, rows], matrices [heads, rows, columns] with
-// contiguous rows or columns, out [n, heads, columns].
-void multiply_heads(const TensorView& x, const TensorView& matrices, const TensorView& out, int num_threads,
-                    Isa isa);
-
 // Normalises (if norm is given) and rotates heads in place. heads is [n, heads, head_dim]; cos and sin are
 // [n, head_dim] fp32, the first half of sin negated; norm is [heads, head_dim].
 void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,

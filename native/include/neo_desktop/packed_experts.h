@@ -26,8 +26,7 @@ struct PackedExperts {
   bool is_one = false;  // gate and up are the same matrix
 };
 
-// Divides stacked matrices into one per expert. An expert's rows are a multiple of 16, within one part.
-// Throws std::invalid_argument otherwise.
+// Divides stacked matrices into one per expert, as `divided` does.
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
                              const PackedMatrix& down, std::optional<ClampedGate> clamped = std::nullopt,
                              Unary gate_by = Unary::kSilu);

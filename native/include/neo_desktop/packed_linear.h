@@ -26,6 +26,10 @@ struct PackedMatrix {
   int64_t rows() const;
 };
 
+// Cuts a matrix into `count` with equal numbers of rows. If there are several, their rows are a multiple of
+// 16, within one part. Throws std::invalid_argument otherwise.
+std::vector<PackedMatrix> divided(const PackedMatrix& matrix, int64_t count);
+
 // out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. For quantised weights, each block of
 // 32 elements of x is rounded to 8 bits; sums of products are exact within a block, and float32 over blocks.
 // For dense weights, sums are float32. x, out and bias are float32, float16 or bfloat16 with one dtype and

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "neo_desktop/cpu.h"
@@ -14,7 +13,7 @@ namespace neo_desktop {
 // The operations on a row; their numbers are those of packed_linear and operators.h. Norms and heads work on
 // groups. `a` and `b` are the step's sources, weights its tensors.
 enum class RowOp {
-  kMultiply,    // a @ matrix.T + bias; one group
+  kMultiply,    // a @ matrix.T + bias, per head if there are several matrices; groups are heads
   kAddRmsNorm,  // a += b, in place; RMSNorm(a) * weight [length]; one group
   kRmsNorm,     // RMSNorm(a) * weight: fp32 [length], or in the dtype, then rounded before the product
   kLayerNorm,   // (a - mean) / deviation * weight + bias, both [length]
@@ -51,7 +50,7 @@ struct RowStep {
   int64_t length;  // of a group in the target
   float number;    // a norm's epsilon, or a factor or addend
   std::vector<TensorView> weights;
-  std::optional<PackedMatrix> matrix;
+  std::vector<PackedMatrix> matrices;  // of a matmul: one, or one of equal size per head
 };
 
 struct RowBuffer {

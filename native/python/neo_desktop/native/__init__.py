@@ -46,7 +46,6 @@ from neo_desktop.native.operators import (
     add_rms_norm,
     choose_experts,
     choose_tokens,
-    multiply_heads,
     rope,
     silu_mul,
 )
@@ -98,7 +97,6 @@ __all__ = [
     "follow_isa",
     "interleave_numa_nodes",
     "multiply_experts",
-    "multiply_heads",
     "num_threads_beside_gpu",
     "num_usable_cpus",
     "pack_quantised",

@@ -113,32 +113,6 @@ def choose_experts(
     )
 
 
-def multiply_heads(
-    x: torch.Tensor,
-    matrices: torch.Tensor,
-    out: torch.Tensor,
-    num_threads: int = 0,
-    *,
-    isa: str | None = None,
-) -> None:
-    """Multiply heads by matrices of their own; for few rows, because each row reads all matrices.
-
-    Sums are float32.
-
-    Args:
-        x: [n, heads, rows], fp32, fp16 or bf16; each head contiguous.
-        matrices: [heads, rows, columns] in x's dtype; their rows or their columns are contiguous.
-        out: [n, heads, columns] in x's dtype; each head contiguous.
-        num_threads: 0 means `default_num_threads()`.
-        isa: as in `paged_attention_decode`.
-
-    Raises:
-        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
-    """
-    tensors = view_of("x", x), view_of("matrices", matrices), view_of("out", out)
-    _native.multiply_heads(*tensors, num_threads, isa or default_isa())
-
-
 def rope(
     heads: torch.Tensor,
     cos: torch.Tensor,
