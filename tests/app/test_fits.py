@@ -63,7 +63,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("neo", "bfloat16", "model"),
         ("gpu-only", "auto", "no"),
         ("neo", "float32", "layer"),
-        ("neo", "float32", "assistant"),
+        pytest.param("neo", "float32", "assistant", marks=pytest.mark.sample(0)),
     ],
 )
 def test_the_engine_takes_what_was_predicted(

@@ -145,7 +145,7 @@ def test_it_ends_when_the_server_is_killed(tmp_path: Path) -> None:
 
         asyncio.run(main())
     """)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         child = psutil.Process(int(server.stdout.readline()))
         server.send_signal(signal.SIGKILL)

@@ -178,10 +178,7 @@ def served(*options: str, cache: Path) -> Iterator[int]:
 def test_a_chat_is_answered_with_its_memory_in_a_worker(
     secret: Path, worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    """The README's commands: a worker, and a server whose own memory holds no chat.
-
-    The chat also survives if the worker is killed in mid-answer and another one takes its place.
-    """
+    """The README's commands: a worker, and a server whose own memory holds no chat."""
     options = ("--workers", str(worker.address), "--worker-secret", str(secret), "--dtype", "float32")
     chat: dict[str, object] = {
         "messages": [{"role": "user", "content": "What is a KV cache?"}],
@@ -198,8 +195,3 @@ def test_a_chat_is_answered_with_its_memory_in_a_worker(
         decodes = re.search(rb"neo_desktop_cpu_decodes_total ([\d.]+)", metrics)
         assert decodes is not None
         assert float(decodes[1]) > 0
-        pieces = ask(port, chat)
-        begun = next(piece for piece in pieces if piece)
-        worker.kill()
-        with WorkerProcess(secret, worker.address.port):
-            assert begun + "".join(pieces) == alone

@@ -39,7 +39,7 @@ def make_executor(
     return thread_executor(model, storage)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", seeds(2, 8))

@@ -213,7 +213,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCache = KVCacheMachine.TestCase
-TestKVCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKVCache.settings = settings(stateful_step_count=40)
 
 
 def test_an_equal_beginning_is_reused_but_the_last_token_is_computed_anew() -> None:

@@ -55,7 +55,7 @@ def model_with_sinks() -> Decoder:
     return tiny_model(attention_sinks=True, softcap=0.5)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # a GPU's KV layout, and a CPU's
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", seeds(2, 12))

@@ -74,7 +74,10 @@ def test_every_policy_gives_the_tokens_of_the_model_alone(
         assert {tier for tier in seen if tier.is_remote} == {KVTier.worker(n + 1) for n in range(num_workers)}
 
 
-@pytest.mark.parametrize(("family", "policy"), [("llama", "neo"), ("gpt-oss", "fastdecode")])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("gpt-oss", "fastdecode"), pytest.param("llama", "neo", marks=pytest.mark.sample(0))],
+)
 def test_a_worker_that_attends_as_a_gpu_does_gives_the_same_tokens(
     stack: ExitStack,
     checkpoints: dict[str, Path],

@@ -233,6 +233,7 @@ def test_drafts_save_time_where_they_are_right_and_rows_are_cheap_and_cost_littl
         assert by_share[0.6] < without / 1.7
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("step_ms", [0.4, 2.0, 9.0])
 @pytest.mark.parametrize("count", [1, 4])

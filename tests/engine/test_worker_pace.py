@@ -105,7 +105,7 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
 def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(policy: str) -> None:
     """Workers fail in mid-token and return; requests are aborted, moved and preempted."""
     num_async = num_lost = 0
-    for seed in range(20):
+    for seed in range(8):
         rng = random.Random(seed)
         own = AllAsync("own pace", EVERYWHERE)
         chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_tiers(WORKERS)

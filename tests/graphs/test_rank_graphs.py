@@ -63,6 +63,7 @@ class TwoRanks:
         self._threads.shutdown()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [("abf",), ("ac", "de"), ("abcdef",)])
 @pytest.mark.parametrize("num_queues", [None, 1, 3])
 def test_between_sums_all_is_graphs(model: Decoder, num_queues: int | None, parts: tuple[str, ...]) -> None:

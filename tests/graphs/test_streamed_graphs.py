@@ -52,6 +52,7 @@ def model() -> Decoder:
     return tiny_model(WINDOWS, form=Dense(uses_tiles=False))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
 @pytest.mark.parametrize("parts", [("abf",), ("ac", "bf"), ("acd", "bfe")], ids=str)
 def test_decodes_are_one_graph(model: Decoder, num_queues: int | None, parts: tuple[str, ...]) -> None:

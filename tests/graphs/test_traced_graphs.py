@@ -11,7 +11,8 @@ from async_case import AsyncIterations, Conveyor
 from graph_case import BLOCK_SIZE, HOMES, NUM_BLOCKS, make_executor, prompts, sequence
 from imitated_streams import ImitatedBackend
 from pipeline_case import FewPrompts, RandomIterations, check_random_plans, check_result, make_storage
-from recurrent_models import RECURRENT, SEVERAL_ATTENTIONS
+from recurrent_models import SEVERAL_ATTENTIONS
+from seeds import first
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, StateSlots, SubBatch
@@ -26,7 +27,7 @@ from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.traced.config import read_traced
 
-KNOWN = FAMILIES | RECURRENT
+KNOWN = FAMILIES | SEVERAL_ATTENTIONS  # the recurrent models of all tests, which a process exports once
 PLAIN = Dense(uses_tiles=False)
 
 
@@ -87,12 +88,12 @@ def step(position: int, states: Sequence[int], tokens: int = 1) -> IterationPlan
     return IterationPlan((SubBatch(tuple(rows)),))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", ["qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("family", first(["qwen3.5", "falcon-h1"]))
 @pytest.mark.usefixtures("kernels")
 def test_drafts_between_graphs_give_the_tokens_of_single_decodes(tmp_path: Path, family: str) -> None:
     """Graphs of decodes do not have the spans of drafts, and serve again after an iteration with a draft."""
-    model, backend = model_in(save(tmp_path, *RECURRENT[family]), "cpu"), ImitatedBackend(1, num_queues=2)
+    model = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu")
+    backend = ImitatedBackend(1, num_queues=2)
     with_graphs, _ = make_executor(model, backend=backend, tiers=(KVTier.DEVICE,))
     plain, _ = make_executor(model, tiers=(KVTier.DEVICE,))
     first = 20
@@ -119,8 +120,7 @@ class FewAsync(FewPrompts, AsyncIterations):
     """Requests arrive together, and some decodes are async."""
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("family", first(SEVERAL_ATTENTIONS))
 @pytest.mark.usefixtures("kernels")
 def test_async_decodes_of_recurrent_models_at_random_paces(tmp_path: Path, family: str) -> None:
     model = model_in(save(tmp_path, *SEVERAL_ATTENTIONS[family]), "cpu")
@@ -150,7 +150,7 @@ def with_states(plan: IterationPlan) -> IterationPlan:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("family", first(SEVERAL_ATTENTIONS))
 @pytest.mark.parametrize("lane", [None, Lane.DEVICE, Lane.TO_DEVICE])
 @pytest.mark.usefixtures("kernels")
 def test_async_steps_of_recurrent_models_are_graphs_and_can_be_repeated(

@@ -102,6 +102,7 @@ def plan_of(step: int | None, *parts: str) -> IterationPlan:
     return IterationPlan(tuple(batch(names) for names in parts))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("parts", [("abcde",), ("acd", "be"), ("c", "d"), ("cde",)])
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
 def test_decodes_of_workers_are_one_graph(

@@ -55,10 +55,10 @@ def exact(
     return results, state
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_delta", [True, False])
 @pytest.mark.parametrize("sizes", [(24, 3), (80, 20)], ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3), seed=st.integers(0, 2**32))
 @example(lengths=[16, 17, 15], seed=0)
 @example(lengths=[33, 32, 1], seed=1)
@@ -128,15 +128,17 @@ def test_models_give_the_tokens_of_transformers(
     monkeypatch.setattr(stages, "lowered", no_program)
     folder = save(tmp_path / family, *RECURRENT[family])
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (70, 33)]
-    prompts.append([*prompts[0][:50], 7])
-    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    expected = [transformers_greedy(folder, prompt, 4) for prompt in prompts]
+    first_prompt = torch.randint(3, 300, (65,), generator=generator).tolist()
+    prompts = [first_prompt, [*first_prompt[:33], 7]]
+    greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    expected = [transformers_greedy(folder, prompt, 2) for prompt in prompts]
     options = EngineOptions(
         model=folder, device="cpu", gpu_cache_tokens=512, max_batch_tokens=60, max_batch_requests=4
     )
     parts = take_memory(load(options), options)
     with Engine.from_parts(parts, "gpu-only", cost_model=machine(cpu_token_ms=1e-6)) as engine:
-        for _ in range(2):
-            assert [list(each.token_ids) for each in engine.generate(prompts, greedy)] == expected
+        for count in (2, 1):
+            found = engine.generate(prompts[:count], greedy)
+            assert [list(each.token_ids) for each in found] == expected[:count]
+        assert found[0].num_cached_tokens > 0
     assert max(launches) > 40

@@ -1,6 +1,7 @@
 """Decode attention on the GPU equals softmax(q·K)V in float64, for any split of the contexts."""
 
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,13 +152,13 @@ def test_window_attends_to_the_last_tokens_only(window: int, device: torch.devic
     check(case, attend(case, 2, device))
 
 
-@pytest.mark.parametrize("piece_tokens", [1, 7, 16, 64])
+@pytest.mark.sample(1)
 def test_torch_gives_the_same_piece_by_piece(
-    piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, levels: Levels
 ) -> None:
     """A window covers another part of every context, and some contexts end several pieces earlier."""
     levels(paged_decode="torch")
-    for window in (0, 20):
+    for piece_tokens, window in product((1, 7, 16, 64), (0, 20)):
         case = make_case([1, 16, 0, 17, 150], group=4, window=window)
         kv_heads, head_dim = case.k_cache.shape[1], case.q.shape[2]
         most = 2 * len(case.q) * kv_heads * head_dim * 4 * piece_tokens
@@ -204,6 +205,7 @@ def test_nan_stays_with_the_request_that_has_it(device: torch.device) -> None:
     assert torch.equal(out[::2], expected[::2])
 
 
+@pytest.mark.sample(1)
 @given(
     requests=st.integers(1, 512),
     kv_heads=st.integers(1, 64),
@@ -216,6 +218,7 @@ def test_number_of_splits(requests: int, kv_heads: int, max_tokens: int, num_pro
     assert splits >= num_splits(requests + 1, kv_heads, max_tokens, num_programs)
 
 
+@pytest.mark.sample(1)
 def test_one_long_request_uses_the_whole_gpu() -> None:
     assert 328 - 8 < 8 * num_splits(1, 8, 32_768, 328) <= 328
 
@@ -241,6 +244,7 @@ def test_without_parts_nothing_is_merged(
     assert len(launches) == splits - 1
 
 
+@pytest.mark.sample(1)
 def test_programs_of_a_compiled_kernel() -> None:
     """Four programs of 128 threads with 128 registers each fill the registers of a 7.5 multiprocessor."""
     compiled = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=2048, num_warps=4))

@@ -131,6 +131,7 @@ def mutants(folder: Path, capability: int, case: str) -> list[dict[str, str | No
     return others
 
 
+@pytest.mark.sample(0)
 def test_mutants_of_the_norm_are_noticed(tmp_path: Path) -> None:
     found = mutants(tmp_path, 86, "norm")
     assert [each["instruction"] for each in found].count("bar.sync 0") >= 2

@@ -12,6 +12,7 @@ from ptx.numbers import Array
 from ptx.run import UnsupportedError
 from ptx.snippets import computed, execute
 
+pytestmark = pytest.mark.sample(0)  # as for the tests of `test_ptx.py`, which execute PTX
 RANDOM = np.random.default_rng(0)
 COUNT = 96
 EDGES = [0, 1, -1, 2, 31, 32, 33, 255, 2**15, 2**31 - 1, -(2**31), -(2**15)]

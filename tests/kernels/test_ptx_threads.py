@@ -6,6 +6,7 @@ from ptx.memory import KernelError
 from ptx.numbers import Array
 from ptx.snippets import computed, execute
 
+pytestmark = pytest.mark.sample(0)  # as for the tests of `test_ptx.py`, which execute PTX
 NUMBERS = np.arange(64, dtype=np.uint32)
 # %rd80: the thread's element of array 0; %r80: its place in shared memory.
 OWN = "mad.wide.u32 %rd80, %r90, 4, %rd90; shl.b32 %r80, %r90, 2;"

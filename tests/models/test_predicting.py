@@ -31,7 +31,7 @@ def assert_same_predictions(path: Path, reference: Reference) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family",
     [

@@ -27,6 +27,7 @@ from neo_desktop.engine.schedule.speculation import Speculation
 from neo_desktop.engine.setup import take_memory
 
 TOKENS = 14
+FAMILIES = sorted(RECURRENT, key="granite-4-h".__ne__)  # a process exports the first one once
 COST = machine(cpu_token_ms=1e-6)
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -65,8 +66,7 @@ def check(engine: Engine, folder: Path, count: int = TOKENS) -> None:
     assert [list(each.token_ids) for each in engine.generate(prompts(), params)] == expected
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", first(FAMILIES))
 def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str], Path], family: str) -> None:
     folder = folder_of(family)
     options = replace(OPTIONS, model=folder)
@@ -79,9 +79,8 @@ def test_all_policies_give_the_tokens_of_transformers(folder_of: Callable[[str],
             assert engine._scheduler.counters.num_cached_tokens - before > 100
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", RECURRENT)
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize("family", first(FAMILIES))
+@pytest.mark.parametrize("share", first([0.6, 1.0]))
 def test_drafts_change_no_token(
     folder_of: Callable[[str], Path], family: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,8 +134,7 @@ def test_iterations_that_fail_leave_states_as_they_were(
         assert failing.failures > 3
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", SEVERAL_ATTENTIONS)
+@pytest.mark.parametrize("family", first(sorted(SEVERAL_ATTENTIONS, key="lfm2".__ne__)))
 def test_async_decodes_give_the_tokens_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

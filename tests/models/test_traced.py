@@ -88,8 +88,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("family", PATTERNS)
+@pytest.mark.parametrize("family", first(PATTERNS))
 def test_operators_compute_what_they_take_the_place_of(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

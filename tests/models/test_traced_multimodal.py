@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import save_tokenizer, transformers_greedy
 from safetensors.torch import load_file, save_file
+from seeds import first
 from traced_models import GEMMA_4, SIZES, YARN
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -96,7 +97,7 @@ MULTIMODAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(params=MULTIMODAL)
+@pytest.fixture(params=first(MULTIMODAL, 2))
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, int]:
     """Return a folder, and the number of parameters that its text model needs."""
     torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """A model's logits without a KV cache, a batch or a kernel."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,21 +12,32 @@ from neo_desktop.models.state import Scratch, State
 
 
 def logits_of_all(
-    model: Decoder, token_ids: Tensor, reduce: Reduce | None = None, stages: Stages | None = None
+    model: Decoder,
+    token_ids: Tensor,
+    reduce: Reduce | None = None,
+    stages: Stages | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return scores `[n, vocab]` float32 after each token of a sequence `[n]`; attention in float64."""
+    """Return scores `[n, vocab]` float32 after each token `[n]`; attention in float64.
+
+    Args:
+        lengths: of the sequences that follow each other; None: a single sequence.
+    """
     config, device = model.config, model.device
     of = config, len(token_ids), model.dtype, device
     state = State.empty(*of, Scratch.empty(*of))
     stages = stages or Stages(model, reduce=reduce)
-    positions = torch.arange(len(token_ids), device=device)
+    parts = torch.tensor(lengths or [len(token_ids)], device=device)
+    owners = torch.arange(len(parts), device=device).repeat_interleave(parts)
+    positions = torch.arange(len(token_ids), device=device) - (parts.cumsum(0) - parts)[owners]
     distance = positions[:, None] - positions
+    are_apart = owners[:, None] != owners
     stages.embed(token_ids.to(device), positions, state)
     for layer, window in enumerate(config.layer_windows):
         stages.advance(layer, state)
         q, k, v = (heads.double() for heads in stages.heads(state))
         k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
-        unseen = (distance < 0) | (distance >= (window or len(token_ids)))
+        unseen = are_apart | (distance < 0) | (distance >= (window or len(token_ids)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.attention_scale
         if config.attention_softcap is not None:
             scores = config.attention_softcap * (scores / config.attention_softcap).tanh()

@@ -47,7 +47,7 @@ _READ_EARLY = (
 )  # fmt: skip
 # The page, the engine and torch set these anew in every process.
 _SET_LATER = ("GRADIO_TEMP_DIR", "HF_HUB_DISABLE_TELEMETRY", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
-_PROFILE_S = 0.2  # predictions change the speed, never an answer
+_PROFILE_S = 0.05  # predictions change the speed, never an answer
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MESSAGE_BYTES = 1 << 18
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # the program that pytest-xdist starts

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from playwright.sync_api import expect
 
@@ -15,6 +16,8 @@ from .conftest import ChatPage
 
 pytestmark = pytest.mark.browser
 
+CHAT = (sys.executable, "-m", "neo_desktop.app.entry", "chat")
+KEY = "a-secret-key"
 ARTIFACTS = Path(__file__).parents[3] / "artifacts"
 
 
@@ -29,7 +32,7 @@ class Program:
     def start(self) -> None:
         """Start the program, and wait until it answers."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "neo_desktop.app.entry", "chat", "--no-browser", "--port", "0"],
+            [*CHAT, "--no-browser", "--port", "0", "--api-key", KEY],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,9 +62,15 @@ def program(tmp_path: Path) -> Iterator[Program]:
     program.end(signal.SIGKILL)
 
 
-def test_built_in_model_answers_in_the_browser(program: Program, new_page: Callable[..., ChatPage]) -> None:
+def test_built_in_model_answers_in_the_browser_that_has_the_key(
+    program: Program, new_page: Callable[..., ChatPage]
+) -> None:
     program.start()
-    chat = new_page(program.url, viewport={"width": 1280, "height": 800})
+    answer = httpx.get(program.url, trust_env=False, timeout=30)
+    assert answer.status_code == 401
+    assert "Basic" in answer.headers["www-authenticate"]
+    credentials = {"username": "me", "password": KEY}
+    chat = new_page(program.url, viewport={"width": 1280, "height": 800}, http_credentials=credentials)
     chat.page.get_by_text("What is a KV cache?").first.click()
     expect(chat.figures).to_contain_text(re.compile(r"\d+ tokens · .* tokens/s · first token after"))
     chat.ask("hi")

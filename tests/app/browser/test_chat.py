@@ -17,8 +17,14 @@ pytestmark = pytest.mark.browser
 LONG = " ".join(f"w{number}" for number in range(2000))
 
 
+@pytest.fixture(scope="module")
+def other(server: RunningServer, new_page: Callable[..., ChatPage]) -> ChatPage:
+    """A second page, in a browser of its own."""
+    return new_page(server.url)
+
+
 def test_an_answer_grows_survives_a_reload_shows_on_two_pages_and_stops_from_either(
-    chat: ChatPage, executor: ScriptedExecutor, server: RunningServer, new_page: Callable[..., ChatPage]
+    chat: ChatPage, executor: ScriptedExecutor, other: ChatPage
 ) -> None:
     executor.answers = [LONG]
     executor.open.clear()
@@ -26,7 +32,7 @@ def test_an_answer_grows_survives_a_reload_shows_on_two_pages_and_stops_from_eit
     executor.steps.release(20)
     expect(chat.answers.last).to_contain_text("w3")
     chat.page.wait_for_url("**/?chat=*")
-    other = new_page(chat.page.url)
+    other.chats.filter(has_text="count").click()
     expect(other.answers.last).to_contain_text("w3")
     chat.page.reload()
     executor.steps.release(40)
@@ -113,11 +119,13 @@ def test_attachments_reach_the_model_and_what_cannot_be_read_is_refused(
 
 
 def test_a_file_attached_on_two_pages_belongs_to_both_questions(
-    chat: ChatPage, server: RunningServer, new_page: Callable[..., ChatPage], tmp_path: Path
+    chat: ChatPage, server: RunningServer, other: ChatPage, tmp_path: Path
 ) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("the secret is 43")
-    pages = (chat, new_page(server.url))
+    other.page.locator("#new-chat").click()
+    expect(other.questions).to_have_count(0)
+    pages = (chat, other)
     for one in pages:
         one.page.locator("#question input[type=file]").set_input_files([notes])
         expect(one.page.locator("#question .thumbnail-item, #question .thumbnails button")).to_be_visible()

@@ -2,15 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
-from neo_desktop.ui.page import mount
-
-from ..conftest import RunningServer, eventually, running
-from ..fake_engine import FakeExecutor, ScriptedExecutor, make_engine
+from ..conftest import RunningServer, eventually
+from ..fake_engine import ScriptedExecutor
 from .conftest import ChatPage
 
 pytestmark = pytest.mark.browser
@@ -79,15 +77,3 @@ def test_an_idle_page_runs_no_timer_at_each_frame(chat: ChatPage) -> None:
         if asked < 10:
             break
     assert asked < 10
-
-
-def test_the_key_is_asked_for(
-    browser: Browser, new_page: Callable[..., ChatPage], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("key")
-    with running(make_engine(FakeExecutor()), data_folder=folder, api_key="k", mount=mount) as server:
-        answer = browser.new_context().request.get(server.url)
-        assert answer.status == 401
-        assert "Basic" in answer.headers["www-authenticate"]
-        chat = new_page(server.url, http_credentials={"username": "me", "password": "k"})
-        chat.ask("hello")
