@@ -55,8 +55,8 @@ def scan_tokens(*tensors: Tensor, spans: Spans, out: Tensor, is_delta: bool) -> 
         KEY_PAD=triton.next_power_of_2(key_dim),
         VALUES=VALUES,
         num_warps=1,
-        # A thread with one key would add another thread's rounded product to its own unrounded one. Both threads
-        # hold the sum, so their copies would differ, and the result would depend on which of them stores it.
+        # A thread with one key would add another thread's rounded product to its own unrounded one.
+        # Both hold the sum, so their copies would differ, and the result would depend on which is stored.
         enable_fp_fusion=key_dim > FEW_KEYS,
     )
 
