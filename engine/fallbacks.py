@@ -87,7 +87,15 @@ MECHANISMS: Mapping[str, Mechanism] = {
             ),
         ),
         _kernel("experts", "MoE layers"),
-        _kernel("recurrent", "Recurrent layers"),
+        Mechanism(
+            "recurrent",
+            "Recurrent layers",
+            (
+                Level("chunks", "Triton kernels that take prompts in chunks"),
+                Level("tokens", "Triton kernels that take prompts token by token"),
+                Level("torch", "torch's operators, on any card"),
+            ),
+        ),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",

@@ -23,7 +23,7 @@ PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return P
 
 def limit_kernels() -> None:
     """Switch all kernels to torch's operators if Triton cannot compile. Call this before using kernels."""
-    if any(fallbacks.level(kernel) == "triton" for kernel in KERNELS) and (obstacle := find_obstacle()):
+    if any(fallbacks.level(kernel) != "torch" for kernel in KERNELS) and (obstacle := find_obstacle()):
         fallbacks.limit_all(KERNELS, "torch", obstacle)
 
 

@@ -61,6 +61,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kv_checks, "MANY", 2)
     monkeypatch.setattr(kernel_checks, "ROWS", (1, 3, 6))
     monkeypatch.setattr(kernel_checks, "EXPERT_ROWS", (1, 5))
+    for name, size in (("KEY_HEADS", 1), ("HEADS", 2), ("VALUE_DIM", 12)):  # of recurrent layers
+        monkeypatch.setattr(kernel_checks, name, size)
     monkeypatch.setattr(offload_checks, "SECONDS", {False: 0.1, True: 0.1})
     with fallbacks.at_levels({}):
         yield

@@ -1,12 +1,13 @@
 """States of recurrent layers: linear attention, and short convolutions.
 
-Few tokens pass through a state one by one, many in chunks (`chunked_scan`).
+Few tokens pass through a state one by one, many in chunks (`chunked_scan`), if the fallback level allows it.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.chunked_scan import MOST_KEYS, scan_chunks
 from neo_desktop.models.recurrent import Spans
 
@@ -14,6 +15,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 VALUES = 8  # columns of a head's state per program: with 128 keys, 32 registers of a warp's threads
 CHANNELS = 64
 TOKENS = 16
+FEW_KEYS = 16  # of which a thread holds at most one per column
 LEAST_TOKENS = 32  # that chunks serve; no GPU has measured it
 
 
@@ -32,7 +34,7 @@ def scan_state(
     """Compute `models.recurrent.scan_state`."""
     assert all(x.is_contiguous() for x in (q, k, v, decay, beta, state, out))
     is_long = spans.longest >= LEAST_TOKENS and k.shape[2] <= MOST_KEYS
-    scan = scan_chunks if is_long else scan_tokens
+    scan = scan_chunks if is_long and fallbacks.level("recurrent") == "chunks" else scan_tokens
     scan(q, k, v, decay, beta, state, spans=spans, out=out, is_delta=is_delta)
 
 
@@ -53,7 +55,9 @@ def scan_tokens(*tensors: Tensor, spans: Spans, out: Tensor, is_delta: bool) -> 
         KEY_PAD=triton.next_power_of_2(key_dim),
         VALUES=VALUES,
         num_warps=1,
-        enable_fp_fusion=True,
+        # A thread with one key would add another thread's rounded product to its own unrounded one.
+        # Both hold the sum, so their copies would differ, and the result would depend on which is stored.
+        enable_fp_fusion=key_dim > FEW_KEYS,
     )
 
 
