@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,7 @@ class KVBudget:
     gpu_tokens: int
     cpu_tokens: int
     streamed_tokens: int = 0
+    num_states: int | None = None  # slots for recurrent states; None: the model has no recurrent layers
 
     def num_blocks(self, workers: KVTier | None = None) -> dict[KVTier, int]:
         """Return `tier -> blocks`.
@@ -82,7 +83,9 @@ class KVBudget:
             tokens = num_blocks * BLOCK_SIZE
             resident = -(-tokens * RESIDENT_LAYERS // cost.num_layers)
             near = (self.gpu_tokens - resident) // BLOCK_SIZE * BLOCK_SIZE
-            return KVBudget(near, self.cpu_tokens - tokens, tokens)
+            return replace(
+                self, gpu_tokens=near, cpu_tokens=self.cpu_tokens - tokens, streamed_tokens=tokens
+            )
 
         def is_too_much(num_blocks: int) -> bool:
             budget = divided(num_blocks)
