@@ -69,6 +69,7 @@ class LoadedModel:
     vision: Vision | None = None
     blindness: str = TEXT_ONLY  # the sentence that refuses images where `vision` is None
     identity: str | None = None  # of config and weights: equal after a restart, if nothing has changed
+    placed: WeightPlan | None = None  # placement of the weights; None: all are on the compute device
 
 
 # Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
@@ -112,11 +113,14 @@ def load(
         config = config_of_rank(published_shape(options.shape), rank)
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
-            form = placed_form(DENSE, config, dtype, device, plan)
-            decoder = made(form, partial(random_model, config, dtype=dtype, device=device))
+            placed = plan(config, DENSE, dtype, device)
+            make = partial(random_model, config, dtype=dtype, device=device)
+            decoder = made(placed_form(DENSE, device, placed), make)
         check_weight_pages()
         name = f"{options.shape} (random weights)"
-        return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
+        return LoadedModel(
+            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=placed
+        )
 
     started_s = time.perf_counter()
     checkpoint = checkpoint or open_model(options.model, options.mmproj)
@@ -140,9 +144,9 @@ def load(
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
-        form = placed_form(form, config, dtype, device, plan)
+        placed = plan(config, form, dtype, device)
         make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
-        decoder = made(form, make)
+        decoder = made(placed_form(form, device, placed), make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -152,7 +156,7 @@ def load(
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
     identity = identity_of(checkpoint, weights)
-    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity)
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, placed)
 
 
 def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
@@ -188,15 +192,8 @@ def _plan(
     return plan
 
 
-def placed_form(
-    form: WeightFormat, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
-) -> WeightFormat:
-    """Return a weight format that keeps weights in host memory if they do not fit on the device.
-
-    Raises:
-        MemoryError: the weights do not fit in both together.
-    """
-    placed = plan(config, form, dtype, device)
+def placed_form(form: WeightFormat, device: torch.device, placed: WeightPlan | None) -> WeightFormat:
+    """Return a weight format that keeps weights in host memory as planned; None: all are on the device."""
     if placed is None:
         return form
     logger.info(
