@@ -199,10 +199,8 @@ class KVBudget:
         config, limits, free = self._config, self._limits, self._free
         if free.gpu_bytes is None:
             return num_slots(config, limits, STATES_SHARE * free.host_bytes, 0, 0)
-        room, token_bytes = (
-            float(self._bytes_for(KVTier.DEVICE)),
-            float(config.kv_bytes_per_token(self._dtype)),
-        )
+        room: float = self._bytes_for(KVTier.DEVICE)
+        token_bytes: float = config.kv_bytes_per_token(self._dtype)
         if any(tier.is_streamed for tier in self._tiers) and not self._has_host_weights:
             room -= 2 * limits.max_batch_requests * token_bytes
             token_bytes /= 1 - STREAMED_SHARE

@@ -208,9 +208,8 @@ class _Memory:
                 speed < (1 - MOST_STATES_LOSS) * before for speed, before in slower
             )
 
-        return self._beside(
-            tokens, bisect_left(range(1, most_slots(self._limits) + 1), True, key=is_too_much)
-        )
+        counts = range(1, most_slots(self._limits) + 1)
+        return self._beside(tokens, bisect_left(counts, True, key=is_too_much))
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the plan with at most `gpu_bytes` of weights on the GPU."""
@@ -293,9 +292,8 @@ class _Memory:
             tier.host_attends for tier in self._tiers
         ):
             kv = int(kv / (1 - STREAMED_SHARE))  # the prefetch buffer
-            kv += (
-                2 * self._limits.max_batch_requests * self._token_bytes
-            )  # decodes, until their KV is in host memory
+            decodes = 2 * self._limits.max_batch_requests  # until their KV is in host memory
+            kv += decodes * self._token_bytes
         others = self._iteration_bytes + kv
         share = STATES_SHARE / (1 - STATES_SHARE) * others
         slots = max(slots, num_slots(self._config, self._limits, share, 0, 0))

@@ -151,7 +151,7 @@ def test_states_take_what_the_kv_of_a_long_chat_leaves(name: str, room: int, kep
 def test_a_long_chat_of_a_hybrid_keeps_its_kv_on_the_card(tiers: Sequence[KVTier]) -> None:
     """Beside more requests, and also if KV is streamed."""
     config, options = TRACED_SHAPES["qwen3.6-35b-a3b"], EngineOptions()
-    free = FreeMemory(64 * GIB, 5 * GIB)
+    free = FreeMemory(64 * GIB, 4 * GIB)
 
     def found(**given: int) -> tuple[int, int]:
         each = KVBudget(config, torch.bfloat16, CUDA, replace(options, **given), free, 0, tiers, 0.05)
@@ -159,11 +159,11 @@ def test_a_long_chat_of_a_hybrid_keeps_its_kv_on_the_card(tiers: Sequence[KVTier
 
     tokens, requests = found()
     assert tokens >= 65_536
-    assert requests >= 8
+    assert requests >= 6
     short = found(gpu_cache_tokens=8192)
     assert short[0] == 8192
     assert short[1] > requests
-    assert found(gpu_cache_tokens=100_000)[0] == 100_000
+    assert found(gpu_cache_tokens=80_000)[0] == 80_000
 
 
 def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None:
