@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
-from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.dense import DENSE
@@ -53,7 +53,7 @@ CARDS = (
 def file_form(config: ModelConfig, quant: str) -> WeightFormat:
     """Return the format of a GGUF file on a GPU."""
     if quant == "F16":
-        return DENSE
+        return gpu_form(DENSE)
     most, more = TYPES[quant]
     widths = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
     widths["embedding"] = (config.vocab_size, config.hidden_size)
@@ -65,7 +65,7 @@ def file_form(config: ModelConfig, quant: str) -> WeightFormat:
         if "experts_" in kind and quant.startswith("MXFP4"):
             type_name = "MXFP4"
         stored[name] = (PartShape("Q8_0" if width % BY_NAME[type_name].elements else type_name, rows),)
-    return StoredForm(stored=stored).on_gpu(dispatch)
+    return gpu_form(StoredForm(stored=stored))
 
 
 def ours(row: Row) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, we
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.options import BUILTIN, EngineOptions
@@ -36,7 +37,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.families import exceeds_float16
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.missing import why_missing
@@ -76,6 +77,20 @@ class LoadedModel:
 Planner = Callable[[ModelConfig, WeightFormat, torch.dtype, torch.device], WeightPlan | None]
 
 
+@dataclass(slots=True)
+class _LastPlan:
+    """A planner that keeps its last plan."""
+
+    planner: Planner
+    plan: WeightPlan | None = None
+
+    def __call__(
+        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
+    ) -> WeightPlan | None:
+        self.plan = self.planner(config, form, dtype, device)
+        return self.plan
+
+
 def load(
     options: EngineOptions,
     progress: Progress | None = None,
@@ -100,7 +115,7 @@ def load(
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
     return_memory()
-    plan = plan or partial(_plan, options, rank)
+    last = _LastPlan(plan or partial(_plan, options, rank))
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
     if options.weights_dtype == "exact":
@@ -113,13 +128,13 @@ def load(
         config = config_of_rank(published_shape(options.shape), rank)
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
-            placed = plan(config, DENSE, dtype, device)
-            make = partial(random_model, config, dtype=dtype, device=device)
-            decoder = made(placed_form(DENSE, device, placed), make)
+            form = DENSE if device.type == "cpu" else gpu_form(DENSE)
+            place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
+            decoder = made(form, place, partial(random_model, config, dtype=dtype, device=device))
         check_weight_pages()
         name = f"{options.shape} (random weights)"
         return LoadedModel(
-            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=placed
+            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=last.plan
         )
 
     started_s = time.perf_counter()
@@ -144,9 +159,9 @@ def load(
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
-        placed = plan(config, form, dtype, device)
         make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
-        decoder = made(placed_form(form, device, placed), make)
+        place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
+        decoder = made(form, place, make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -156,7 +171,7 @@ def load(
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
     identity = identity_of(checkpoint, weights)
-    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, placed)
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, last.plan)
 
 
 def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
@@ -192,8 +207,15 @@ def _plan(
     return plan
 
 
-def placed_form(form: WeightFormat, device: torch.device, placed: WeightPlan | None) -> WeightFormat:
-    """Return a weight format that keeps weights in host memory as planned; None: all are on the device."""
+def placed_form(
+    form: WeightFormat, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
+) -> WeightFormat:
+    """Return a weight format that keeps weights in host memory if they do not fit on the device.
+
+    Raises:
+        MemoryError: the weights do not fit in both together.
+    """
+    placed = plan(config, form, dtype, device)
     if placed is None:
         return form
     logger.info(
@@ -209,19 +231,23 @@ def placed_form(form: WeightFormat, device: torch.device, placed: WeightPlan | N
     return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch, placed.moves)
 
 
-def made(form: WeightFormat, make: Callable[..., Decoder]) -> Decoder:
-    """Make a decoder in a weight format. Experts stay if the system does not pin the memory for their moves.
+def made(form: Dense, place: Callable[[WeightFormat], WeightFormat], make: Callable[..., Decoder]) -> Decoder:
+    """Make a decoder. If the system does not pin host memory, tables are on the device, and experts stay.
 
     Args:
+        form: with all weights on the compute device.
+        place: see `placed_form`.
         make: makes it, with the keyword `form`. All memory is taken before weights are read.
     """
     try:
-        return make(form=form)
+        return make(form=place(form))
     except PageableError as error:
-        logger.warning("experts do not move: %s", error)
+        logger.warning("embeddings are on the device, and experts do not move: %s", error)
     # Only now, without the error, the memory is free again.
-    assert isinstance(form, OffloadedFormat)
-    return make(form=replace(form, moves=None, host_form=replace(form.host_form, room=weight_bytes)))
+    placed = place(replace(form, tables=None))
+    if isinstance(placed, OffloadedFormat):
+        placed = replace(placed, moves=None, host_form=replace(placed.host_form, room=weight_bytes))
+    return make(form=placed)
 
 
 def model_path(model: str | Path) -> Path:
@@ -270,7 +296,7 @@ def kept_form(
     device: torch.device,
     config: ModelConfig,
     gpu_bytes: int | None = None,
-) -> WeightFormat:
+) -> Dense:
     """Return the format of matrices in memory: the stored one, if requested and supported by the device.
 
     Without kernels a GPU converts weights to floats, because torch's operators unpack weights more slowly
@@ -279,19 +305,19 @@ def kept_form(
     Args:
         gpu_bytes: free memory of the GPU; None: query it.
     """
-    if not options.keeps_weights or not isinstance(stored, StoredForm):
-        return DENSE
+    form = stored if options.keeps_weights and isinstance(stored, StoredForm) else DENSE
     if device.type == "cpu":
-        return stored
-    packed = stored.on_gpu(dispatch)
-    if fallbacks.level("quantised") != "torch":
+        return form
+    packed = gpu_form(form)
+    if form is DENSE or fallbacks.level("quantised") != "torch":
         return packed
     dtype = choose_dtype(asked_dtype(options), config, device)
     free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
     cap = options.gpu_memory_bytes
     iteration = activation_bytes(config, limits_of(options, device), dtype, device) + DEVICE_RESERVE_BYTES
     room = min(each for each in (free, cap) if each is not None) - iteration
-    return DENSE if config.weight_bytes(dtype) <= room else packed
+    floats = gpu_form(DENSE)
+    return floats if config.weight_bytes(dtype, floats) <= room else packed
 
 
 def _tell_of_no_kernels(
@@ -299,7 +325,7 @@ def _tell_of_no_kernels(
 ) -> None:
     """Log the size of weights on a GPU without kernels for their stored format."""
     floats, bits = (config.weight_bytes(dtype, each) / 1e9 for each in (DENSE, stored))
-    if form == DENSE:
+    if not isinstance(form, StoredForm):
         what = f"become floats and take {floats:.1f} GB of GPU memory instead of {bits:.1f} GB"
     else:
         what = f"stay packed in {bits:.1f} GB, because {floats:.1f} GB of floats do not fit, and are slower"

@@ -330,6 +330,6 @@ def own_bytes(config: TracedConfig, dtype: torch.dtype, form: WeightFormat) -> i
     shared = sum(
         form.named(matrix.name).nbytes(matrix.rows, matrix.columns, dtype)
         for matrix in config.all_matrices
-        if matrix.name not in own
+        if matrix.name not in own and (not matrix.is_table or form.tables is None)
     )
     return config.weight_bytes(dtype, form) - shared

@@ -12,9 +12,9 @@ from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.models.operators import NO_TOKEN
 
-# Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32; greedy rows are not copied.
-PIECE_ELEMENTS = 2**22
-MOST_COPIES = 12
+# Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32, unless all rows are greedy.
+PIECE_ELEMENTS = 2**21
+MOST_COPIES = 13
 
 # On a CPU, top-k, top-p and min-p search only this many leading tokens. Sorting the whole vocabulary takes
 # ten times as long, and is limited to rows that need more.
@@ -37,7 +37,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
 
 
 def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
-    """Start to choose one token per row of logits, [rows, vocab] float32; rows that are not finite get none.
+    """Start to choose one token per row of logits, [rows, vocab]; rows that are not finite get none.
 
     A row's random number depends only on its seed, choice and position. A request therefore gets the same
     tokens in any batch, under every policy and after every preemption. Order of the steps: penalties, biases,
@@ -46,7 +46,10 @@ def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
     All work is queued on the device without waiting. The calling thread computes the tokens allowed by
     grammars meanwhile.
     """
-    pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
+    if all(is_plain(item) for item in inputs):
+        pieces = [_sample(logits, inputs)] if inputs else []
+    else:
+        pieces = [_sample(logits[rows].float(), inputs[rows]) for rows in _pieces(logits)]
     if not pieces:
         return Sampling(torch.empty(0, dtype=torch.int64, device=logits.device), list)
     token_ids = torch.cat([token_ids for token_ids, _ in pieces])
@@ -63,11 +66,10 @@ def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
     return Sampling(token_ids, wait)
 
 
-def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:
+def _pieces(logits: Tensor) -> Iterator[slice]:
     """Yield ranges of rows to sample together, limited to the memory of `PIECE_ELEMENTS`."""
-    plain = all(is_plain(item) for item in inputs)
-    rows = len(inputs) if plain else max(PIECE_ELEMENTS // logits.shape[-1], 1)
-    return (slice(first, first + rows) for first in range(0, len(inputs), max(rows, 1)))
+    rows = max(PIECE_ELEMENTS // logits.shape[-1], 1)
+    return (slice(first, first + rows) for first in range(0, len(logits), rows))
 
 
 def is_plain(item: SamplingInput) -> bool:

@@ -253,8 +253,10 @@ class ModelConfig:
         return ()
 
     def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
-        """Yield each matrix but the embedding, with its name."""
-        yield from ((matrix.name, matrix) for matrix in self.all_matrices if matrix.name != "embedding")
+        """Yield each matrix but the embedding and other tables, with its name."""
+        for matrix in self.all_matrices:
+            if matrix.name != "embedding" and not matrix.is_table:
+                yield matrix.name, matrix
 
     @property
     def num_parameters(self) -> int:
@@ -270,12 +272,20 @@ class ModelConfig:
         return self.num_parameters - sum(idle)
 
     def weight_bytes(self, dtype: torch.dtype, form: WeightFormat = DENSE) -> int:
-        """Return the bytes of the weights in `dtype`, with matrices in this format."""
+        """Return the bytes of the weights on the compute device in `dtype`, with matrices in this format."""
         others, in_form = self.num_parameters, 0
         for matrix in self.all_matrices:
             others -= matrix.rows * matrix.columns
-            in_form += form.named(matrix.name).nbytes(matrix.rows, matrix.columns, dtype)
+            if not matrix.is_table or form.tables is None:
+                in_form += form.named(matrix.name).nbytes(matrix.rows, matrix.columns, dtype)
         return others * dtype.itemsize + in_form
+
+    def table_bytes(self, dtype: torch.dtype, form: WeightFormat) -> int:
+        """Return the bytes of tables in host memory beside a GPU."""
+        if form.tables is None:
+            return 0
+        tables = (matrix for matrix in self.all_matrices if matrix.is_table)
+        return sum(form.named(each.name).nbytes(each.rows, each.columns, dtype) for each in tables)
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: WeightFormat = DENSE) -> int:
         """Return the peak bytes of loading: the weights, and the largest overhead of loading one matrix."""
@@ -299,7 +309,8 @@ def _written_matrices(config: ModelConfig) -> tuple[Matrix, ...]:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     names = expert_names(config.architecture)
-    matrices = [Matrix("embedding", (EMBEDDING,), (config.vocab_size,), hidden)]
+    is_table = not config.tie_word_embeddings
+    matrices = [Matrix("embedding", (EMBEDDING,), (config.vocab_size,), hidden, is_table=is_table)]
 
     def add(name: str, modules: Sequence[str], rows: tuple[int, ...], columns: int, has_bias: bool) -> None:
         prefix = f"model.layers.{name.partition('.')[0]}."

@@ -17,6 +17,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
 from neo_desktop.models.linear.shares import UNMEASURED
+from neo_desktop.models.matrices import Matrix
 
 
 @dataclass(slots=True)
@@ -63,6 +64,13 @@ TURN = ("output", "gate_up", "down", "qkv")
 """The matrices between the attention of two layers, in order. The last one belongs to the next layer."""
 
 
+def _made(form: WeightFormat, matrix: Matrix, dtype: torch.dtype, device: torch.device) -> Linear:
+    rows, columns = matrix.rows, matrix.columns
+    if matrix.is_table:
+        return form.table(rows, columns, dtype, device)
+    return form.empty(rows, columns, has_bias=bool(matrix.biases), dtype=dtype, device=device)
+
+
 class Decoder:
     """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.
 
@@ -97,9 +105,7 @@ class Decoder:
         self.matrices: dict[str, Linear] = {
             matrix.name: shared[matrix.name]
             if matrix.name in shared
-            else form.named(matrix.name).empty(
-                matrix.rows, matrix.columns, has_bias=bool(matrix.biases), dtype=dtype, device=device
-            )
+            else _made(form.named(matrix.name), matrix, dtype, device)
             for matrix in config.all_matrices
         }
         """The matrices under the names of `WeightFormat.named`."""
@@ -153,7 +159,7 @@ class Decoder:
     def memory(self) -> dict[torch.device, int]:
         """Return the bytes of the weights per device."""
         memory = Counter({self.device: sum(tensor.nbytes for tensor in self.tensors.values())})
-        for linear in dict.fromkeys((self.embedding, *self.linears())):
+        for linear in dict.fromkeys(self.matrices.values()):
             memory.update(linear.memory())
         return dict(memory)
 

@@ -16,6 +16,7 @@ class Matrix:
         biases: their names; empty: no biases.
         experts: number of experts stacked in it; 0: not a matrix of experts.
         per_token: number of experts that one token uses.
+        is_table: rows are only looked up, never multiplied.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Matrix:
     biases: tuple[str, ...] = ()
     experts: int = 0
     per_token: int = 0
+    is_table: bool = False
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.host_table import HostTables
 from neo_desktop.models.linear.offloaded import OffloadedFormat
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
@@ -30,8 +31,8 @@ class StoredForm(Dense):
     kernels: Kernels | None = None
     name: str = ""
 
-    def on_gpu(self, kernels: Kernels) -> "StoredForm":
-        return replace(self, kernels=kernels)
+    def on_gpu(self, kernels: Kernels, tables: HostTables | None = None) -> "StoredForm":
+        return replace(self, kernels=kernels, tables=tables)
 
     def named(self, name: str) -> "StoredForm":
         return replace(self, name=name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
-from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
@@ -138,12 +138,12 @@ def opt(hidden: int, layers: int) -> ModelConfig:
 
 def quantised(name: str) -> tuple[ModelConfig, WeightFormat]:
     config = shape(name)
-    return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
+    return config, gpu_form(uniform_form(config, "Q4_K"))
 
 
 def traced(name: str, type_name: str = "Q4_K") -> tuple[ModelConfig, WeightFormat]:
     config = TRACED_SHAPES[name]
-    return config, uniform_form(config, type_name).on_gpu(dispatch)
+    return config, gpu_form(uniform_form(config, type_name))
 
 
 def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
@@ -164,4 +164,4 @@ def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, WeightFormat]:
     of_experts = {
         name: (PartShape("MXFP4", matrix.rows),) for name, matrix in config.each_matrix() if matrix.experts
     }
-    return config, StoredForm(stored=of_experts).on_gpu(dispatch)
+    return config, gpu_form(StoredForm(stored=of_experts))

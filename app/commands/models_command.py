@@ -154,11 +154,13 @@ def fit_facts(fit: "Fit") -> Iterator[tuple[str, str]]:
         "Runs as",
         fit.dtype + (f", weights {fit.weights_become}" if fit.weights_become != fit.dtype else ""),
     )
-    where = ""
-    if on_host := fit.host_weights_bytes:
-        places = f"{size(fit.weights_bytes - on_host)} in GPU memory, {size(on_host)} in host memory"
-        where = f": {places}, computed by CPU and GPU together"
-    yield "Weights", size(fit.weights_bytes) + where
+    on_host, tables = fit.host_weights_bytes, fit.table_bytes
+    places = [f"{size(fit.weights_bytes - on_host - tables)} in GPU memory"]
+    if on_host:
+        places.append(f"{size(on_host)} in host memory, computed by CPU and GPU together")
+    if tables:
+        places.append(f"{size(tables)} of embeddings in host memory")
+    yield "Weights", size(fit.weights_bytes) + (f": {', '.join(places)}" if places[1:] else "")
     yield "KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"
     place = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
     chats = f"{_chats(fit.gpu_chats, fit)} chats of {fit.chat_tokens:,} tokens"

@@ -36,6 +36,7 @@ class Fit:
     dtype: str  # of weights and KV
     weights_bytes: int  # over every rank
     host_weights_bytes: int  # that a GPU has no room for
+    table_bytes: int  # of embeddings in host memory, where a GPU looks them up
     weights_become: str  # the form in memory: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
@@ -152,10 +153,11 @@ class Fitting:
         free, plan = self.free, self.plan
         if free.gpu_bytes is None:
             return FreeMemory(free.host_bytes - self.weights, None)
+        host_bytes = free.host_bytes - self.config.table_bytes(self.dtype, self.form)
         if plan is None:
-            return FreeMemory(free.host_bytes, free.gpu_bytes - self.weights)
+            return FreeMemory(host_bytes, free.gpu_bytes - self.weights)
         streaming = streaming_bytes(layer_matrices(self.config, self.form, self.dtype))
-        return FreeMemory(free.host_bytes - plan.host_bytes, free.gpu_bytes - plan.gpu_bytes - streaming)
+        return FreeMemory(host_bytes - plan.host_bytes, free.gpu_bytes - plan.gpu_bytes - streaming)
 
     def _why_no_chats(self) -> str | None:
         if any(self.tokens.values()):
@@ -188,6 +190,7 @@ class Fitting:
 
     def fit(self) -> Fit:
         speed, plan = self._speed(), self.plan
+        tables = self.whole.table_bytes(self.dtype, self.whole_form)
         dtype_name = str(self.dtype).removeprefix("torch.")
         is_quantised = isinstance(self.stored, StoredForm) and bool(self.stored.stored)
         tokens = {tier.label: count for tier, count in self.tokens.items()}
@@ -195,8 +198,9 @@ class Fitting:
         return Fit(
             reason=self.reason,
             dtype=dtype_name,
-            weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form),
+            weights_bytes=self.whole.weight_bytes(self.dtype, self.whole_form) + tables,
             host_weights_bytes=0 if plan is None else plan.host_bytes,
+            table_bytes=tables,
             weights_become=what_becomes(self.form, self.dtype) if is_quantised else dtype_name,
             kv_bytes_per_1000_tokens=1000 * self.rank.count * self.config.kv_bytes_per_token(self.dtype),
             gpu_tokens=tokens["gpu"],

@@ -9,7 +9,7 @@ from typer import BadParameter
 
 from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
-from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.mtp import Layer, plan_beside
 from neo_desktop.engine.options import EngineOptions
@@ -123,7 +123,7 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
 def _config(name: str) -> tuple[ModelConfig, WeightFormat, Layer | None]:
     """Return a model's configuration, format of matrices, and layer of multi-token prediction."""
     if name in PUBLISHED:
-        return PUBLISHED[name], DENSE, None
+        return PUBLISHED[name], gpu_form(DENSE), None
     published, _, quantisation = name.partition(":")
     if published in PUBLISHED:
         if quantisation not in QUANTISATIONS:
@@ -132,13 +132,13 @@ def _config(name: str) -> tuple[ModelConfig, WeightFormat, Layer | None]:
                 param_hint="--model",
             )
         config = PUBLISHED[published]
-        return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch), None
+        return config, gpu_form(uniform_form(config, QUANTISATIONS[quantisation])), None
     path = model_path(name)
     if path.exists():
         checkpoint = open_checkpoint(path)
         config = checkpoint.config()
         weights = check_model(checkpoint, config)
-        form = stored_form(weights, config).on_gpu(dispatch)
+        form = gpu_form(stored_form(weights, config))
         return config, form, Layer.of(checkpoint, config, weights)
     raise BadParameter(
         f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(PUBLISHED)}",

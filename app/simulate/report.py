@@ -120,11 +120,12 @@ class SimulationReport:
         memory = _memory(host.memory_bytes, host.memory_bytes_per_s)
         yield "host", f"{host.name}: {memory}, {host.cores} cores ({source})"
         dtype = str(machine.dtype).removeprefix("torch.")
-        weights_gb = machine.config.weight_bytes(machine.dtype, machine.form) / 1e9
+        config, form = machine.config, machine.form
+        weights = config.weight_bytes(machine.dtype, form) + config.table_bytes(machine.dtype, form)
         chosen = ""
         if machine.model_was_chosen:
             chosen = f"; the largest of {', '.join(USUAL_MODELS)} that leaves room, --model takes another"
-        yield "model", f"{machine.model} in {dtype}, {weights_gb:.1f} GB{chosen}"
+        yield "model", f"{machine.model} in {dtype}, {weights / 1e9:.1f} GB{chosen}"
         prompt = sum(request.prompt_tokens for request in self.requests) / count
         output = sum(request.output_tokens for request in self.requests) / count
         yield (

@@ -37,7 +37,7 @@ def _shape(
         experts: layers with them, number, number per token, width.
     """
     num_layers, heads, kv_heads, head_dim = attention
-    table = [Matrix("embedding", (), (vocab_size,), hidden_size)]
+    table = [Matrix("embedding", (), (vocab_size,), hidden_size, is_table=not tied)]
     for kind, (layers, rows, columns) in matrices.items():
         table += [Matrix(f"{layer}.{kind}", (), (rows,), columns) for layer in range(layers)]
     mixture = None

@@ -19,7 +19,7 @@ from neo_desktop.engine.huge_pages import ask_for_huge_pages, check_huge_pages
 
 logger = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister; kernels read mapped memory in place
 
 
 class PageableError(RuntimeError):
@@ -34,7 +34,7 @@ class _Pages(mmap.mmap):
     def pin(self) -> RuntimeError | None:
         """Pin the memory; return the error if the system refuses."""
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        refusal = _refusal(lambda cudart: cudart.cudaHostRegister(address, len(self), _PORTABLE))
+        refusal = _refusal(lambda cudart: cudart.cudaHostRegister(address, len(self), _PORTABLE | _MAPPED))
         if refusal is None:
             self.pinned_at = address
         return refusal

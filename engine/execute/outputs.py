@@ -129,7 +129,7 @@ class Outputs:
         self._keep(chosen)
 
     def _sample(self, logits: Tensor) -> None:
-        sampling = start_sampling(logits.float(), self._sampling)
+        sampling = start_sampling(logits, self._sampling)
         self._tokens = sampling.wait
         self._keep(sampling.token_ids)
 

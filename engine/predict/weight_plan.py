@@ -46,7 +46,7 @@ class WeightPlan:
 
     # "3.qkv" -> number of first rows on the GPU: all, or a multiple of 64; "3.experts" -> number of experts
     resident_rows: Mapping[str, int]
-    gpu_bytes: int  # including embeddings, head, norms and biases
+    gpu_bytes: int  # including head, norms and biases
     host_bytes: int
     moves: MoveBudget | None = None  # experts move, and all are in host memory; None: they stay
     device_tokens: int | None = None  # tokens whose KV has room on the GPU; None: the plan leaves that open
@@ -59,7 +59,7 @@ class WeightPlan:
 
 def host_form(form: WeightFormat) -> Dense:
     """Return the format of the host rows of a matrix with this format on a GPU."""
-    return replace(form, kernels=None) if isinstance(form, StoredForm) else DENSE
+    return replace(form, kernels=None, tables=None) if isinstance(form, StoredForm) else DENSE
 
 
 def layer_matrices(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> dict[str, Sizes]:
@@ -134,7 +134,7 @@ def slotted_experts(
 
 
 def least_gpu_bytes(config: ModelConfig, form: WeightFormat, dtype: torch.dtype) -> int:
-    """Return the bytes that are always on the GPU: embeddings, head, norms, routers and biases."""
+    """Return the bytes that are always on the GPU: head, norms, routers, biases, and embeddings if tied."""
     divided = sum(sizes.device_bytes for sizes in layer_matrices(config, form, dtype).values())
     return config.weight_bytes(dtype, form) - divided
 
@@ -164,7 +164,9 @@ def plan_weights(
     always = config.weight_bytes(dtype, form) - sum(sizes.device_bytes for sizes in matrices.values())
     if gpu_bytes < always:
         has_experts = config.experts is None and any(m.experts for _, m in config.each_matrix())
-        what = "embeddings, head, norms and experts" if has_experts else "embeddings, head and norms"
+        what = "head, norms and experts" if has_experts else "head and norms"
+        if form.tables is None or config.tie_word_embeddings:
+            what = f"embeddings, {what}"
         raise MemoryError(
             f"{what} of this model take {always / 1e9:.2f} GB and must be in GPU memory, "
             f"but only {max(gpu_bytes, 0) / 1e9:.2f} GB are free for weights: allow more GPU memory, "

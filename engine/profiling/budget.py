@@ -12,13 +12,14 @@ shrinks to a margin. Before a model is loaded, or for GPUs that are not present,
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
 
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
-from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, kernel_on
+from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, choose_kernel, kernel_on
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
@@ -38,6 +39,7 @@ MANY_PROGRAMS = 1024  # thread blocks of decode attention that a large GPU runs 
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # for up to 128 graphs of 1 MiB, and fragmentation;
 HOST_SHARE = 0.5  # of the available host memory, for KV and buffers without a cap
 MOST_HOST_SHARE = 0.9  # of the available host memory, with any cap
+_AMPERE = 8, 0  # compute capability
 LONG_CONTEXT_TOKENS = 32_768  # longer prompts may have to be retried in smaller chunks
 STREAMED_SHARE = 0.125  # of the GPU's KV memory, for the prefetch buffer of streamed KV
 CHAT_TOKENS = 4096  # context of a usual chat
@@ -307,15 +309,15 @@ def activation_bytes(
     Linear stages reuse a fixed workspace (`Workspace`). A chunk of a long prompt, or several chunks of short
     prompts, need the earlier KV in contiguous form, twice while it is assembled. They also need a mask, if
     the kernel requires one. With a softcap they need a tile of scores and of weights in float32. Each sampled
-    request has logits in the model's dtype and in float32, and the sampler copies some.
+    request has logits in the model's dtype, and the sampler copies some in float32.
 
     Args:
-        device: device whose kernels run the attention; None, or an absent GPU: any kernels, with masks.
+        device: device whose kernels run the attention; None, or an absent GPU: those of Ampere.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
-    mask_bytes = tokens * (1 + dtype.itemsize) if device is None or _needs_masks(config, dtype, device) else 0
+    mask_bytes = tokens * (1 + dtype.itemsize) if _needs_masks(config, dtype, device) else 0
     attention = context * (2 * layer_kv_bytes + mask_bytes)
     if config.attention_softcap is not None:
         scores = min(tokens * context * config.group_size, PIECE_SCORES)
@@ -324,20 +326,19 @@ def activation_bytes(
     sampling = MOST_COPIES * min(logits, max(PIECE_ELEMENTS, config.vocab_size)) * torch.float32.itemsize
     requests = limits.max_batch_requests
     capacity = Capacity.of(tokens, requests, config.max_context_tokens, BLOCK_SIZE)
-    head = logits * (dtype.itemsize + torch.float32.itemsize) + sampling
+    head = logits * dtype.itemsize + sampling
     return attention + head + device_bytes(config, dtype, capacity, MANY_PROGRAMS)
 
 
-def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _needs_masks(config: ModelConfig, dtype: torch.dtype, device: torch.device | None) -> bool:
     """Return True if prompt attention in some layer needs a mask."""
-    if config.attention_softcap is not None or not torch.cuda.is_available():
+    if config.attention_softcap is not None:
         return True
     level = fallbacks.level("prompt_attention")
-    return any(
-        kernel_on(device, dtype, config.head_dim, is_windowed, level)
-        in (PrefillKernel.SDPA, PrefillKernel.MATH)
-        for is_windowed in {window is not None for window in config.layer_windows}
-    )
+    is_absent = device is None or (device.type == "cuda" and not torch.cuda.is_available())
+    choose = partial(choose_kernel, _AMPERE) if is_absent else partial(kernel_on, device)
+    kernels = {choose(dtype, config.head_dim, window is not None, level) for window in config.layer_windows}
+    return not kernels.isdisjoint((PrefillKernel.SDPA, PrefillKernel.MATH))
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

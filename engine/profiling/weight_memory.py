@@ -56,7 +56,7 @@ from neo_desktop.models.stored_form import uniform_form
 # Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
-MOST_LOSS = 0.05  # most speed that a usual chat loses to longer ones; without fixed times, so it is 2 to 4 %
+MOST_LOSS = 0.08  # most speed that a usual chat loses to longer ones; less with fixed times
 MOST_STATES_LOSS = 0.02  # most speed that a chat loses to further slots for states
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
@@ -151,7 +151,7 @@ class _Memory:
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
         self._short_tokens = min(SHORT_TOKENS, config.max_context_tokens)
-        self._weights = config.weight_bytes(dtype, form)
+        self._weights, self._tables = config.weight_bytes(dtype, form), config.table_bytes(dtype, form)
         self._tiers = get_policy(options.policy).tiers
         self._matrices = layer_matrices(config, form, dtype)
         self._streaming = streaming_bytes(self._matrices)
@@ -230,19 +230,19 @@ class _Memory:
         room = self._host_room(plan)
         if room < 0:
             free = int(self._host_bytes * MOST_HOST_SHARE)
-            rest = room + plan.host_bytes
+            rest, on_host = room + plan.host_bytes, plan.host_bytes + self._tables
             smaller = self._smaller(self._room(self._least_tokens) - self._streaming + rest)
             raise MemoryError(
-                f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
-                f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "
-                f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
+                f"of {(self._weights + self._tables) / 1e9:.1f} GB of weights, GPU memory has room for "
+                f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {on_host / 1e9:.1f} GB and KV do not fit into "
+                f"the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
                 "programs or choose a smaller model"
             )
         return room
 
     def _host_room(self, plan: WeightPlan) -> int:
         """Return the bytes of host memory that the plan and some KV leave."""
-        room = int(self._host_bytes * MOST_HOST_SHARE) - plan.host_bytes
+        room = int(self._host_bytes * MOST_HOST_SHARE) - plan.host_bytes - self._tables
         if any(tier.host_attends for tier in self._tiers):
             room -= self._short_tokens * self._token_bytes + self._buffers
         return room

@@ -142,6 +142,7 @@ def kv_budget(
             "choose a smaller model or a larger GPU"
         )
     host_bytes = host.memory_bytes - (0 if plan is None else plan.host_bytes)
+    host_bytes -= config.table_bytes(dtype, form)
     host_tokens = int(host_bytes * HOST_SHARE) // token_bytes
     return KVBudget(
         tokens // BLOCK_SIZE * BLOCK_SIZE,
@@ -153,10 +154,11 @@ def kv_budget(
 def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> tuple[float, float]:
     """Return the weight bytes that a layer and the head read, with matrices in this format."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    embedding = form.named("embedding").nbytes(vocab, hidden, dtype)
-    untied = 0 if config.tie_word_embeddings else form.named("head").nbytes(vocab, hidden, dtype)
-    layers = config.weight_bytes(dtype, form) - embedding - untied - hidden * dtype.itemsize  # the last norm
-    return layers / config.num_layers, untied or embedding
+    head = form.named("embedding" if config.tie_word_embeddings else "head").nbytes(vocab, hidden, dtype)
+    tables = (matrix for matrix in config.all_matrices if matrix.is_table and form.tables is None)
+    unread = sum(form.named(each.name).nbytes(each.rows, each.columns, dtype) for each in tables)
+    layers = config.weight_bytes(dtype, form) - unread - head - hidden * dtype.itemsize  # the last norm
+    return layers / config.num_layers, head
 
 
 def host_attention_ms(host: HostPreset, config: ModelConfig, dtype: torch.dtype) -> float:

@@ -1,13 +1,15 @@
 """Matrices in the model's dtype."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from neo_desktop.models.linear.host_table import HostTable, HostTables
 from neo_desktop.models.linear.packed import Room, huge_pages
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import PartShape
+from neo_desktop.models.linear.quantised_gpu import Kernels
 from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
@@ -44,6 +46,10 @@ class Dense:
 
     uses_tiles: bool = True
     room: Room = huge_pages
+    tables: HostTables | None = None
+
+    def on_gpu(self, kernels: Kernels, tables: HostTables | None = None) -> "Dense":
+        return replace(self, tables=tables)
 
     def named(self, name: str) -> "Dense":
         return self
@@ -62,6 +68,12 @@ class Dense:
         if self.uses_tiles and device.type == "cpu" and fits_tiles(columns):
             return Tiles(rows, columns, bias, dtype, self.room)
         return Plain(torch.empty(rows, columns, dtype=dtype, device=device), bias)
+
+    def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        if self.tables is None:
+            return self.empty(rows, columns, has_bias=False, dtype=dtype, device=device)
+        (part,) = self.parts or (None,)
+        return HostTable(part, rows, columns, dtype, device, self.tables)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Count whole tiles, which a GPU does not need: real models have multiples of 16 rows."""

@@ -16,9 +16,12 @@ These operators use torch; `engine.kernels` has faster ones.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
+
+from neo_desktop.models.linear.packed import Room
 
 TILE_ROWS = 64
 MOST_ROWS = 16  # of inputs of a kernel that multiplies packed weights
@@ -90,20 +93,29 @@ def packed_bytes(type_name: str, rows: int, columns: int) -> int:
 
 
 class Grouped:
-    """A matrix in this layout."""
+    """A matrix in this layout.
 
-    def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
+    Args:
+        memory: allocates its memory in host memory; None: it is on the device.
+    """
+
+    def __init__(
+        self, type_name: str, rows: int, columns: int, device: torch.device, memory: Room | None = None
+    ) -> None:
         self.type_name, self.rows, self.columns = type_name, rows, columns
         self.coding: Coding = CODINGS[type_name]
         tiles = -(-rows // TILE_ROWS)
 
         def room(numbers: int, dtype: torch.dtype, each: int = 1) -> Tensor:
-            return torch.zeros(tiles, columns // numbers * each, TILE_ROWS, dtype=dtype, device=device)
+            shape = tiles, columns // numbers * each, TILE_ROWS
+            if memory is None:
+                return torch.zeros(shape, dtype=dtype, device=device)
+            return memory(prod(shape) * dtype.itemsize).view(dtype).view(shape).zero_()
 
         self.words = room(BLOCK, torch.int32, self.coding.bits)
         self.scales = room(self.coding.group, self.coding.scale_dtype)
         has_units, has_minima = self.coding.has_units, self.coding.has_minima
-        self.minima = torch.zeros_like(self.scales) if has_minima else None
+        self.minima = room(self.coding.group, self.coding.scale_dtype) if has_minima else None
         self.scale_units = room(UNIT, torch.float16) if has_units else None
         self.minimum_units = room(UNIT, torch.float16) if has_units and has_minima else None
 
@@ -152,7 +164,7 @@ class Grouped:
         rows = torch.arange(row, row + count, device=self.words.device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
         for target, new in zip(self.tensors(), values, strict=True):
-            target[at] = new
+            target[at] = new.to(target.device)
 
     def scales_of(self, at: tuple[Tensor, slice, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima `[n, groups, 1]` of some rows, in float32."""
@@ -211,11 +223,12 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """
     if isinstance(rows, int):
         rows = torch.arange(rows, rows + len(out), device=out.device)
+    rows = rows.to(weight.words.device)
     at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
     coding = weight.coding
     codes = _unpacked(weight.words[at], coding)
     if coding.table:
-        codes = torch.tensor(coding.table, dtype=torch.int32, device=out.device)[codes]
+        codes = torch.tensor(coding.table, dtype=torch.int32, device=codes.device)[codes]
     numbers = (codes - coding.centre).float().view(len(out), -1, coding.group)
     scales, minima = weight.scales_of(at)
     numbers *= scales

@@ -24,6 +24,7 @@ from neo_desktop import native
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.host_table import HostTables
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import Part, PartShape, Quantised
@@ -302,6 +303,13 @@ class OffloadedFormat:
     def named(self, name: str) -> "OffloadedFormat":
         forms = self.device_form.named(name), self.host_form.named(name)
         return replace(self, device_form=forms[0], host_form=forms[1], name=name)
+
+    @property
+    def tables(self) -> HostTables | None:
+        return self.device_form.tables
+
+    def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        return self.device_form.table(rows, columns, dtype, device)
 
     def of_rows(self, rows: slice) -> WeightFormat:
         """Return the device's format: a part of a matrix is not offloaded again."""

@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from neo_desktop.models.linear.host_table import HostTables
+
 
 class Linear(Protocol):
     """`x @ weight.T + bias`; the weight `[out, in]` is loaded in parts."""
@@ -49,6 +51,10 @@ class Embedding(Linear, Protocol):
 class WeightFormat(Protocol):
     """Storage format of a model's matrices."""
 
+    @property
+    def tables(self) -> HostTables | None:
+        """Tables of a GPU are in host memory, made so; None: they are on the compute device."""
+
     def named(self, name: str) -> "WeightFormat":
         """Return the format of one matrix: "3.qkv", "head" or "embedding", whose layer is an `Embedding`."""
 
@@ -59,6 +65,9 @@ class WeightFormat(Protocol):
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
         """Return a layer to be loaded."""
+
+    def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        """Return a table to be loaded, an `Embedding`."""
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Return the bytes of a weight."""

@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import PIECE_ELEMENTS
 from neo_desktop.models.linear import unpack
-from neo_desktop.models.linear.grouped import MOST_ROWS, TILE_ROWS, Dequantise, Grouped
+from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped
 from neo_desktop.models.linear.quantised import PartShape
 
 
@@ -79,9 +78,7 @@ class QuantisedOnGPU:
         self._missing_rows -= len(raw)
         for part in self.parts:
             if row < part.rows:
-                step = max(PIECE_ELEMENTS // part.columns // TILE_ROWS, 1) * TILE_ROWS
-                for first in range(0, len(raw), step):
-                    unpack.load_stored(part, row + first, raw[first : first + step])
+                unpack.load_stored(part, row, raw, self._device)
                 break
             row -= part.rows
         if self._missing_rows == 0 and self._device.type == "cuda" and not self._is_stacked:

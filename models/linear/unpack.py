@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS
 from neo_desktop.models.linear.grouped import CODINGS, Grouped, dequantise
+from neo_desktop.models.linear.grouped import TILE_ROWS as LAYOUT_ROWS
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.quantised import WIDENED
 
@@ -100,23 +102,29 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
         dequantise(regrouped, 0, rows)
 
 
-def load_stored(target: Grouped, row: int, raw: Tensor) -> None:
-    """Load rows in the file's format, `[rows, bytes of a row]` uint8, from `row` on.
+def load_stored(target: Grouped, row: int, raw: Tensor, device: torch.device) -> None:
+    """Load rows in the file's format, `[rows, bytes of a row]` uint8, from `row` on, piece by piece.
+
+    Args:
+        device: computes the target's layout.
 
     Raises ValueError for scales that are not finite.
     """
-    nbytes = native.packed_bytes(target.type_name, len(raw), target.columns)
-    packed = torch.zeros(nbytes, dtype=torch.uint8)
-    if not native.pack_quantised(target.type_name, raw.contiguous(), 0, packed):
-        raise ValueError("scales that are not finite")
-    regroup(packed.to(target.words.device), target, slice(row, row + len(raw)))
+    step = max(PIECE_ELEMENTS // target.columns // LAYOUT_ROWS, 1) * LAYOUT_ROWS
+    for piece in torch.split(raw, step):
+        nbytes = native.packed_bytes(target.type_name, len(piece), target.columns)
+        packed = torch.zeros(nbytes, dtype=torch.uint8)
+        if not native.pack_quantised(target.type_name, piece.contiguous(), 0, packed):
+            raise ValueError("scales that are not finite")
+        regroup(packed.to(device), target, slice(row, row + len(piece)))
+        row += len(piece)
 
 
 def regroup(packed: Tensor, target: Grouped, rows: slice) -> None:
     """Write tiles of the target's type to some of its rows.
 
     Args:
-        packed: [bytes] uint8, on the target's device: whole tiles, with these rows first.
+        packed: [bytes] uint8, on the device that computes: whole tiles, with these rows first.
     """
     layout, first = LAYOUTS[target.type_name], rows.start
     units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from neo_desktop.models.linear.offloaded import OffloadedLinear
-from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
@@ -54,6 +54,8 @@ class Builder:
             for fused in decoder.spec.all_matrices
             for index, weight in enumerate(fused.weights)
         }
+        self._tables = {fused.weights[0]: decoder.matrices[fused.name] for fused in decoder.spec.tables}
+        self._tables[decoder.spec.embedding] = decoder.embedding
         self._moe_layers = {
             each.gate_up: self._experts([decoder.matrices[fused.name] for fused in each.matrices], each)
             for each in decoder.spec.moe_layers
@@ -80,6 +82,8 @@ class Builder:
         for node, name in self._graph.parameters.items():
             if name in self._decoder.tensors:
                 self._constants[node] = self._decoder.tensors[name]
+            elif name in self._tables and any(name_of(user) != "embedding" for user in node.users):
+                self._constants[node] = self._tables[name].dense()
         for node in self._cut.constants:
             if all(each in self._constants for each in node.all_input_nodes):
                 given = fx.node.map_arg((node.args, node.kwargs), lambda each: self._constants[each])
@@ -249,8 +253,11 @@ class Builder:
     def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
         """Return the module that replaces a node, and its inputs; None: the node is copied."""
         name, given = name_of(node), _nodes_of(node)
-        if name == "embedding" and self._graph.parameters.get(given[0]) == self._spec.embedding:
-            return self._attribute("look_up", LookUp(self._decoder)), given[1:2]
+        if name == "embedding" and self._graph.parameters.get(given[0]) in self._tables:
+            table = self._tables[self._graph.parameters[given[0]]]
+            assert isinstance(table, Embedding)
+            columns, dtype = node.meta["val"].shape[-1], self._decoder.dtype
+            return self._attribute("look_up", LookUp(table, columns, dtype)), given[1:2]
         if name == "convolve":
             weight, bias, has_silu, index = given[1:]
             bias = None if bias is None else self._constants[bias]

@@ -43,14 +43,16 @@ class TracedConfig(ModelConfig):
     def all_matrices(self) -> tuple[Matrix, ...]:
         spec = self.of_model
         (rows, columns), name = spec.parameters[spec.embedding], (spec.embedding,)
-        return Matrix("embedding", name, (rows,), columns), *spec.all_matrices
+        embedding = Matrix("embedding", name, (rows,), columns, is_table=spec.head is not None)
+        return embedding, *spec.tables, *spec.all_matrices
 
     @property
     def own_matrices(self) -> tuple[Matrix, ...]:
         # What predicts has the embedding of the model, and a layer of multi-token prediction also its head.
         if not self.source.predicts:
             return self.all_matrices
-        return self.of_model.inner_matrices if self.source.predicts == "layer" else self.of_model.all_matrices
+        spec = self.of_model
+        return *spec.tables, *(spec.inner_matrices if self.source.predicts == "layer" else spec.all_matrices)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

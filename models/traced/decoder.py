@@ -27,5 +27,5 @@ class TracedDecoder(Decoder):
         return [self.tensors[name] for name in self.spec.sinks] or None
 
     def linears(self) -> Iterator[Linear]:
-        yield from (linear for name, linear in self.matrices.items() if name not in ("embedding", "head"))
+        yield from (self.matrices[name] for name, _ in self.config.each_matrix() if name != "head")
         yield self.lm_head

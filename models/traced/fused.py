@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from neo_desktop import native
-from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.decoder import TracedDecoder
 
@@ -121,17 +121,13 @@ class Given(nn.Module):
 
 
 class LookUp(nn.Module):
-    """The token embedding."""
+    """An embedding."""
 
-    def __init__(self, decoder: TracedDecoder) -> None:
+    def __init__(self, table: Embedding, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self._decoder = decoder
+        self._table, self._columns, self._dtype = table, columns, dtype
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        rows, width = (
-            token_ids.flatten(),
-            self._decoder.spec.parameters[self._decoder.spec.embedding][1],
-        )
-        out = torch.empty(len(rows), width, dtype=self._decoder.dtype, device=token_ids.device)
-        self._decoder.embed(rows, out)
-        return out.view(*token_ids.shape, width)
+    def forward(self, rows: Tensor) -> Tensor:
+        out = torch.empty(rows.numel(), self._columns, dtype=self._dtype, device=rows.device)
+        self._table.look_up(rows.flatten(), out)
+        return out.view(*rows.shape, self._columns)

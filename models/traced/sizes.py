@@ -87,6 +87,7 @@ class TracedSpec:
     matrices: tuple[Matrix, ...]  # in the order of their use, without the head
     head: Matrix | None  # "head"; None: tied to the embedding
     embedding: str  # name of the embedding's parameter
+    tables: tuple[Matrix, ...]  # other embeddings that are only looked up
     vocab_size: int
     hidden_size: int  # width of the head's input
     carried_width: int  # numbers per row that stages pass on, at most
@@ -120,7 +121,7 @@ class TracedSpec:
         return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 
-NOTHING = TracedSpec({}, (), None, "", 0, 0, 0, {}, 0, 0, 0, 1.0, ())
+NOTHING = TracedSpec({}, (), None, "", (), 0, 0, 0, {}, 0, 0, 0, 1.0, ())
 
 
 Change = tuple[Any, str, Any]

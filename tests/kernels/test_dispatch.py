@@ -17,7 +17,7 @@ FUNCTIONS = {
     "rope_append": ("rope_append",),
     "norm": ("add_rms_norm",),
     "activation": ("silu_mul",),
-    "row_copy": ("write_rows", "read_rows"),
+    "row_copy": ("write_rows", "read_rows", "look_up_rows"),
     "quantised": ("multiply_packed", "dequantise"),
     "experts": ("choose_experts", "multiply_experts"),
     "recurrent": ("scan_state", "short_convolution"),

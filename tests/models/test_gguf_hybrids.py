@@ -22,7 +22,7 @@ from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
-NO_MATMUL = ("kv_b_proj.weight", "embed_tokens_per_layer.weight")
+NO_MATMUL = ("kv_b_proj.weight",)
 MTP = {  # a layer of multi-token prediction, as the converter writes it
     "blk.4.nextn.eh_proj.weight": torch.ones(64, 128),
     "blk.4.nextn.enorm.weight": torch.ones(64),
@@ -115,7 +115,7 @@ def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path:
     assert form.without_kernel == ()
     matrices = config.own_matrices
     quantised = {name for name, stored in weights.tensors.items() if stored.is_quantised}
-    # Attention to latents uses its weight per head, embeddings per layer are looked up: no matmul has them.
+    # Attention to latents uses its weight per head: no matmul has it.
     parameters = {name for name in weights.tensors if name.endswith(NO_MATMUL)}
     assert quantised - {name for fused in matrices for name in fused.weights} == parameters
     found, expected = logits(path, tokens(20), keep=True), expected_logits(model, tokens(20))

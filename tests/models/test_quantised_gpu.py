@@ -10,6 +10,7 @@ from dense_model import logits_of_all
 from fallback_levels import Levels, kernels_on
 from gguf_files import write_gguf
 
+from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import kept_form
 from neo_desktop.engine.options import EngineOptions
@@ -88,13 +89,13 @@ def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
     options, cuda = EngineOptions(max_batch_tokens=256), torch.device("cuda")
     config = open_checkpoint(tmp_path / "a.gguf").config()
     assert kept_form(form, options, CPU, config) == form
-    assert kept_form(form, options, cuda, config) == form.on_gpu(dispatch)
-    assert kept_form(form, replace(options, weights_dtype="float16"), cuda, config) == DENSE
+    assert kept_form(form, options, cuda, config) == gpu_form(form)
+    assert kept_form(form, replace(options, weights_dtype="float16"), cuda, config) == gpu_form(DENSE)
     levels(quantised="torch")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     iteration = activation_bytes(config, limits_of(options, cuda), torch.bfloat16) + DEVICE_RESERVE_BYTES
-    room = iteration + config.weight_bytes(torch.bfloat16)
-    for gpu_bytes, expected in ((room, DENSE), (room - 1, form.on_gpu(dispatch))):
+    room = iteration + config.weight_bytes(torch.bfloat16, gpu_form(DENSE))
+    for gpu_bytes, expected in ((room, gpu_form(DENSE)), (room - 1, gpu_form(form))):
         assert kept_form(form, options, cuda, config, gpu_bytes) == expected
     capped = replace(options, gpu_memory_gib=iteration / GIB)
-    assert kept_form(form, capped, cuda, config, room) == form.on_gpu(dispatch)
+    assert kept_form(form, capped, cuda, config, room) == gpu_form(form)
