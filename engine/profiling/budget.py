@@ -201,12 +201,13 @@ class KVBudget:
         config, limits, free = self._config, self._limits, self._free
         if free.gpu_bytes is None:
             return num_slots(config, limits, STATES_SHARE * free.host_bytes, 0, 0)
-        room: float = self._bytes_for(KVTier.DEVICE)
+        device = next(tier for tier in MEASURED_TIERS if not tier.in_host_memory)
+        room: float = self._bytes_for(device)
         token_bytes: float = config.kv_bytes_per_token(self._dtype)
         if any(tier.is_streamed for tier in self._tiers) and not self._has_host_weights:
             room -= 2 * limits.max_batch_requests * token_bytes
             token_bytes /= 1 - STREAMED_SHARE
-        asked = self._asked[KVTier.DEVICE]
+        asked = self._asked[device]
         return num_slots(config, limits, room, token_bytes, planned_tokens if asked is None else asked)
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
