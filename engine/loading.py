@@ -70,10 +70,25 @@ class LoadedModel:
     vision: Vision | None = None
     blindness: str = TEXT_ONLY  # the sentence that refuses images where `vision` is None
     identity: str | None = None  # of config and weights: equal after a restart, if nothing has changed
+    placed: WeightPlan | None = None  # placement of the weights; None: all are on the compute device
 
 
 # Plans the placement of weights with this config, format, dtype and device; None: all on the compute device.
 Planner = Callable[[ModelConfig, WeightFormat, torch.dtype, torch.device], WeightPlan | None]
+
+
+@dataclass(slots=True)
+class _LastPlan:
+    """A planner that keeps its last plan."""
+
+    planner: Planner
+    plan: WeightPlan | None = None
+
+    def __call__(
+        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
+    ) -> WeightPlan | None:
+        self.plan = self.planner(config, form, dtype, device)
+        return self.plan
 
 
 def load(
@@ -100,7 +115,7 @@ def load(
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
     return_memory()
-    plan = plan or partial(_plan, options, rank)
+    last = _LastPlan(plan or partial(_plan, options, rank))
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
     if options.weights_dtype == "exact":
@@ -114,11 +129,13 @@ def load(
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
             form = DENSE if device.type == "cpu" else gpu_form(DENSE)
-            place = partial(placed_form, config=config, dtype=dtype, device=device, plan=plan)
+            place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
             decoder = made(form, place, partial(random_model, config, dtype=dtype, device=device))
         check_weight_pages()
         name = f"{options.shape} (random weights)"
-        return LoadedModel(name, config, decoder, ByteTokenizer(), streams, identity=options.shape)
+        return LoadedModel(
+            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=last.plan
+        )
 
     started_s = time.perf_counter()
     checkpoint = checkpoint or open_model(options.model, options.mmproj)
@@ -143,7 +160,7 @@ def load(
 
     with streams.on_device():
         make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
-        place = partial(placed_form, config=config, dtype=dtype, device=device, plan=plan)
+        place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
         decoder = made(form, place, make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
@@ -154,7 +171,7 @@ def load(
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
     identity = identity_of(checkpoint, weights)
-    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity)
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, last.plan)
 
 
 def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:

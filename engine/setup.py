@@ -261,6 +261,7 @@ def take_memory(
         tiers,
         bus_share,
         has_host_weights=decoder.has_splits,
+        planned_tokens=None if loaded.placed is None else loaded.placed.device_tokens,
     )
     num_blocks = budget.num_blocks()
     if member is not None:

@@ -55,7 +55,7 @@ class Case:
 
     def with_cache(self, gpu_tokens: int) -> "Case":
         """Return the case with a GPU-cache of this size."""
-        return replace(self, budget=KVBudget(gpu_tokens, self.budget.cpu_tokens))
+        return replace(self, budget=replace(self.budget, gpu_tokens=gpu_tokens, streamed_tokens=0))
 
     def with_requests(self, requests: Sequence[WorkloadRequest]) -> "Case":
         """Return the case with those requests that fit the GPU-cache: all policies get the same."""
@@ -68,7 +68,8 @@ class Case:
         if swaps:
             shared = self.budget.swapping(self.cost, LIMITS)
             attended = max(attended, shared.gpu_tokens + shared.streamed_tokens)
-        room = Room(attended, self.budget.cpu_tokens, LIMITS.max_batch_requests)
+        most = min(LIMITS.max_batch_requests, self.budget.most_requests)
+        room = Room(attended, self.budget.cpu_tokens, most)
         return Bound(self.cost, self.requests, room).output_tokens_per_s()
 
     def run(
@@ -89,6 +90,7 @@ class Case:
             BLOCK_SIZE,
             LIMITS,
             max_context_tokens=max(r.total_tokens for r in self.requests),
+            num_states=budget.num_states,
             observe=observe,
         )
 

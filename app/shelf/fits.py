@@ -13,7 +13,7 @@ from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype,
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
-from neo_desktop.engine.profiling.budget import FreeMemory, KVBudget
+from neo_desktop.engine.profiling.budget import CHAT_TOKENS, FreeMemory, KVBudget
 from neo_desktop.engine.profiling.profile_cache import find_tables
 from neo_desktop.engine.profiling.weight_memory import plan_memory, smaller_form
 from neo_desktop.engine.schedule.policies import get_policy
@@ -26,8 +26,6 @@ from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, form_of_rank
 from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
-
-CHAT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +90,7 @@ class Fitting:
         self.rates = _rates(figures, config)
         self.plan: WeightPlan | None = None
         self.tokens = dict.fromkeys(MEASURED_TIERS, 0)
+        self.most_requests = options.most_requests  # that run at the same time
         lead = ""
         try:
             if draft is not None:
@@ -105,8 +104,10 @@ class Fitting:
         except MemoryError as error:
             self.reason = reason or f"{lead}{error}"
         self.chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
-        most = options.most_requests
-        self.chats = {tier: min(count // self.chat_tokens, most) for tier, count in self.tokens.items()}
+        self.chats, left = dict.fromkeys(self.tokens, 0), self.most_requests
+        for tier, count in self.tokens.items():
+            self.chats[tier] = min(count // self.chat_tokens, left)
+            left -= self.chats[tier]
 
     def _place_draft(self, draft: LocalModel) -> None:
         assert draft.config is not None
@@ -142,7 +143,9 @@ class Fitting:
             tiers,
             self.rates.bus_bytes_per_s / self.rates.gpu_bytes_per_s,
             has_host_weights=plan is not None,
+            planned_tokens=None if plan is None else plan.device_tokens,
         )
+        self.most_requests = budget.most_requests
         blocks = budget.num_blocks()
         self.tokens |= {tier: BLOCK_SIZE * blocks.get(tier, 0) for tier in MEASURED_TIERS if tier in tiers}
 
@@ -204,7 +207,7 @@ class Fitting:
             cpu_tokens=tokens["cpu"],
             chat_tokens=self.chat_tokens,
             gpu_chats=gpu_chats,
-            chats=min(sum(self.chats.values()), self.options.most_requests),
+            chats=sum(self.chats.values()),
             most_chats=self.options.most_requests,
             is_imitated=self.device.type != "cuda",
             speed=None if isinstance(speed, str) else speed,

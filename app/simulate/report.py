@@ -138,6 +138,9 @@ class SimulationReport:
             yield "drafts", f"{right}, and making them takes no time"
         gpu_tokens, cpu_tokens = f"{budget.gpu_tokens:,} tokens", f"{budget.cpu_tokens:,}"
         yield "KV", f"{gpu_tokens} in GPU memory (GPU-cache), {cpu_tokens} in host memory (CPU-cache)"
+        if budget.num_states is not None:
+            each = f"{machine.config.state_bytes / 1e6:.3g} MB each, for recurrent layers"
+            yield "states", f"{budget.num_states} of {each}: {budget.most_requests} requests run at a time"
         if machine.divided is not None and machine.divided.plan.is_split:
             plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
             yield (

@@ -47,13 +47,13 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             BLOCK_SIZE,
             LIMITS,
             max_context_tokens=where.config.max_context_tokens,
+            num_states=budget.num_states,
             acceptance=options.acceptance,
             progress=report,
         )
     fitting = [r for r in requests if r.total_tokens <= where.config.max_context_tokens]
-    bound = Bound(
-        where.cost, fitting, Room(most_attended, where.budget.cpu_tokens, LIMITS.max_batch_requests)
-    )
+    most = min(LIMITS.max_batch_requests, where.budget.most_requests)
+    bound = Bound(where.cost, fitting, Room(most_attended, where.budget.cpu_tokens, most))
     return SimulationReport(
         machine=where,
         requests=tuple(requests),

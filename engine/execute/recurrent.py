@@ -11,21 +11,10 @@ from neo_desktop.engine.batch import ScheduledSequence, StateSlots
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.layout import BatchMembers, Rows
 from neo_desktop.engine.execute.workspace import InputBuffers, Memory
-from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.recurrent import RecurrentBatch, Spans
 
-SHARE = 0.2  # most of the free memory that states take
-CHECKPOINTS = 40  # slots beyond those of the most requests, for drafts as well
 DROPPED = StateSlots(-1, -1)  # empty before, dropped afterwards
-
-
-def num_slots(config: ModelConfig, max_requests: int, free_bytes: int) -> int:
-    """Return the slots for a model's recurrent states; 0: it has none."""
-    if not config.state_bytes:
-        return 0
-    most = SLOTS_PER_REQUEST * max_requests + CHECKPOINTS
-    return max(min(most, int(SHARE * free_bytes) // config.state_bytes), SLOTS_PER_REQUEST + 1)
 
 
 def allocate_states(config: ModelConfig, num_slots: int, device: torch.device) -> list[Tensor]:

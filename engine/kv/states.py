@@ -18,7 +18,7 @@ from itertools import pairwise
 from neo_desktop.engine.batch import StateSlots
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 
-SLOTS_PER_REQUEST = 3  # the source and target of an iteration, and the target of the next one
+SLOTS_PER_REQUEST = 2  # the source and target of an iteration
 NO_SLOT = -1
 
 
@@ -47,11 +47,22 @@ class StateCache:
         self._held: dict[str, list[int]] = {}  # slots that are read or written beside the iterations
 
     @property
+    def most_requests(self) -> int:
+        """The number of requests that may run at the same time."""
+        return self.num_slots // SLOTS_PER_REQUEST
+
+    @property
     def has_room(self) -> bool:
         planned = [slots for each in self._owned.values() for slots in each.planned]
-        num_pending = sum((slots.checkpoint != NO_SLOT) + len(slots.drafts) for slots in planned)
-        num_pending += sum(map(len, self._held.values()))
-        return (len(self._owned) + 1) * SLOTS_PER_REQUEST + num_pending <= self.num_slots
+        num_taken = sum(max(each.num_chained, SLOTS_PER_REQUEST) for each in self._owned.values())
+        num_taken += sum((slots.checkpoint != NO_SLOT) + len(slots.drafts) for slots in planned)
+        num_taken += sum(map(len, self._held.values()))
+        return num_taken + SLOTS_PER_REQUEST <= self.num_slots
+
+    def has_spare(self, count: int = 1) -> bool:
+        """Return True if `count` slots can be taken beside those that the requests are sure to need."""
+        needed = sum(max(SLOTS_PER_REQUEST - each.num_chained, 0) for each in self._owned.values())
+        return self._pool.num_free_blocks >= needed + count
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
         """Return the number of leading blocks that end at a checkpoint."""
@@ -65,7 +76,7 @@ class StateCache:
         found = {}
         for block_hash in hashes:
             slot = self._pool.find(block_hash)
-            if slot is not None and self._has_spare:
+            if slot is not None and self.has_spare():
                 self._pool.share(slot)
                 found[block_hash] = slot
         self._held[name] = list(found.values())
@@ -73,7 +84,7 @@ class StateCache:
 
     def expect(self, name: str) -> int | None:
         """Return a slot for a checkpoint that arrives before `let_go`; None: requests can spare none."""
-        if not self._has_spare:
+        if not self.has_spare():
             return None
         slot = self._take()
         self._held[name] = [slot]
@@ -107,11 +118,15 @@ class StateCache:
         owned, end = self._owned[request_id], start + num_tokens
         slots = StateSlots(owned.current, self._take())
         boundary = (end - 1) // self._block_size * self._block_size
-        if num_tokens > 1 and boundary > start and (is_last or end % self._block_size) and self._has_spare:
+        if num_tokens > 1 and boundary > start and (is_last or end % self._block_size) and self.has_spare():
             slots = slots._replace(checkpoint=self._take(), checkpoint_tokens=boundary - start)
         owned.planned.append(slots)
         owned.current = slots.target
         return slots
+
+    def is_planned(self, request_id: str) -> bool:
+        """Return True if an iteration of the request has no result; the simulator plans none."""
+        return bool(self._owned[request_id].planned)
 
     def under_way(self, request_id: str) -> StateSlots:
         """Return the slots of an async decode in flight, which are those of its first async step."""
@@ -122,7 +137,7 @@ class StateCache:
         owned = self._owned[request_id]
         slots = owned.planned[-1]
         chain = [slots.target]
-        while len(chain) <= num_tokens and self._has_spare:
+        while len(chain) <= num_tokens and self.has_spare():
             chain.append(self._take())
         owned.planned[-1] = slots._replace(drafts=tuple(chain[1:]))
         return [StateSlots(source, target) for source, target in pairwise(chain)]
@@ -165,7 +180,9 @@ class StateCache:
             return
         if is_chunk:
             self._publish(slot, hashes, end)
-        elif self._has_spare:
+        elif self.has_spare(
+            1 + len(self._owned)
+        ):  # a mark stays; each request may be planned ahead beside it
             self._drop_mark(owned)
             self._pool.share(slot)
             owned.mark = slot, hashes[end // self._block_size - 1]
@@ -189,12 +206,6 @@ class StateCache:
             for slot in (slots.source, slots.checkpoint, *slots.drafts):
                 self._release(slot)
         self._release(owned.current)
-
-    @property
-    def _has_spare(self) -> bool:
-        """True if a slot can be taken beside those that the requests are sure to need."""
-        needed = sum(max(SLOTS_PER_REQUEST - each.num_chained, 0) for each in self._owned.values())
-        return self._pool.num_free_blocks > needed
 
     def _take(self) -> int:
         if not self._pool.num_free_blocks:

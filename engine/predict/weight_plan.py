@@ -49,6 +49,7 @@ class WeightPlan:
     gpu_bytes: int  # including head, norms and biases
     host_bytes: int
     moves: MoveBudget | None = None  # experts move, and all are in host memory; None: they stay
+    device_tokens: int | None = None  # tokens whose KV has room on the GPU; None: the plan leaves that open
 
     @property
     def is_split(self) -> bool:

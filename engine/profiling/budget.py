@@ -20,11 +20,11 @@ import torch
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKernel, choose_kernel, kernel_on
-from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv.streamed import layers_of
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, MAX_BATCH_TOKENS, EngineOptions
@@ -42,6 +42,10 @@ MOST_HOST_SHARE = 0.9  # of the available host memory, with any cap
 _AMPERE = 8, 0  # compute capability
 LONG_CONTEXT_TOKENS = 32_768  # longer prompts may have to be retried in smaller chunks
 STREAMED_SHARE = 0.125  # of the GPU's KV memory, for the prefetch buffer of streamed KV
+CHAT_TOKENS = 4096  # context of a usual chat
+STATES_SHARE = 0.2  # least share of recurrent states in their memory and that of KV
+LEAST_SLOTS = 2 * SLOTS_PER_REQUEST  # of states: two requests, or one, planned ahead, and a checkpoint
+CHECKPOINTS = 40  # slots beyond those of the most requests, for drafts as well
 
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
@@ -52,6 +56,45 @@ def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
         max_batch_requests=most,
         max_token_ms=options.max_token_ms,
     )
+
+
+def chat_lengths(config: ModelConfig) -> list[int]:
+    """Return the lengths of chats that memory is planned for, in tokens: a usual one, doubled and doubled."""
+    most = config.max_context_tokens
+    doublings = range((most // CHAT_TOKENS).bit_length())
+    return [CHAT_TOKENS << each for each in doublings] or [most]
+
+
+def most_slots(limits: SchedulerLimits) -> int:
+    """Return the most slots for recurrent states that are of use."""
+    return SLOTS_PER_REQUEST * limits.max_batch_requests + CHECKPOINTS
+
+
+def num_slots(
+    config: ModelConfig,
+    limits: SchedulerLimits,
+    room: float,
+    token_bytes: float,
+    kept_tokens: int | None = None,
+) -> int:
+    """Return the slots for a model's recurrent states; 0: it has none.
+
+    More slots let more requests run, whose KV has room in host memory. But one long chat keeps its KV on the
+    device: of the lengths in `chat_lengths`, the longest that leaves a share for states. States get the rest.
+
+    Args:
+        room: bytes on the device for KV and states.
+        token_bytes: bytes of KV per token.
+        kept_tokens: tokens whose KV stays on the device; None: see above.
+    """
+    if not config.state_bytes:
+        return 0
+    if kept_tokens is None:
+        most = (1 - STATES_SHARE) * room
+        kept = max((n * token_bytes for n in chat_lengths(config) if n * token_bytes <= most), default=most)
+    else:
+        kept = kept_tokens * token_bytes
+    return max(min(int(room - kept) // config.state_bytes, most_slots(limits)), LEAST_SLOTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +124,7 @@ class FreeMemory:
 
 
 class KVBudget:
-    """Division of the memory beside the weights among KV tiers; states of recurrent layers come first.
+    """Division of the memory beside the weights among states of recurrent layers and KV tiers.
 
     Args:
         free: free memory after the weights are loaded.
@@ -89,6 +132,7 @@ class KVBudget:
         tiers: tiers in use. Streamed KV takes its memory from the other tiers.
         bus_share: bus bandwidth / GPU memory bandwidth; None: unmeasured.
         has_host_weights: weights cross the bus, so `auto` streams no KV.
+        planned_tokens: tokens whose KV has room on the GPU in the plan of the weights; None: not planned.
 
     Raises:
         MemoryError: the GPU has no room for one iteration.
@@ -106,14 +150,16 @@ class KVBudget:
         bus_share: float | None = None,
         *,
         has_host_weights: bool = False,
+        planned_tokens: int | None = None,
     ) -> None:
         self._config, self._dtype, self._device, self._options = config, dtype, device, options
         self._limits = limits_of(options, device)
-        self.num_states = num_slots(config, self._limits.max_batch_requests, free.device_bytes)
-        states = self.num_states * config.state_bytes
-        self._free, self._weight_bytes = free.without(states), weight_bytes + states
+        self._free, self._weight_bytes = free, weight_bytes
         self._tiers, self._bus_share, self._has_host_weights = tiers, bus_share, has_host_weights
         self._asked = cache_tokens_of(options)
+        self.num_states = self._num_slots(planned_tokens)
+        states = self.num_states * config.state_bytes
+        self._free, self._weight_bytes = free.without(states), weight_bytes + states
         # Contexts of this many tokens at most; further memory would be useless.
         self._most_tokens = self._limits.max_batch_requests * config.max_context_tokens
         self.available = {tier: self._bytes_for(tier) for tier in MEASURED_TIERS}
@@ -143,6 +189,26 @@ class KVBudget:
                 )
             blocks[tier] = (min(fitting, self._most_tokens) if asked is None else asked) // BLOCK_SIZE
         return {tier: blocks[tier] for tier in self._tiers}
+
+    @property
+    def most_requests(self) -> int:
+        """The number of requests that may run at the same time."""
+        most = self._limits.max_batch_requests
+        return min(most, self.num_states // SLOTS_PER_REQUEST) if self.num_states else most
+
+    def _num_slots(self, planned_tokens: int | None) -> int:
+        """Return the slots for states; the prefetch buffer of streamed KV comes from the memory of KV."""
+        config, limits, free = self._config, self._limits, self._free
+        if free.gpu_bytes is None:
+            return num_slots(config, limits, STATES_SHARE * free.host_bytes, 0, 0)
+        device = next(tier for tier in MEASURED_TIERS if not tier.in_host_memory)
+        room: float = self._bytes_for(device)
+        token_bytes: float = config.kv_bytes_per_token(self._dtype)
+        if any(tier.is_streamed for tier in self._tiers) and not self._has_host_weights:
+            room -= 2 * limits.max_batch_requests * token_bytes
+            token_bytes /= 1 - STREAMED_SHARE
+        asked = self._asked[device]
+        return num_slots(config, limits, room, token_bytes, planned_tokens if asked is None else asked)
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
         """Return the dtype of KV in a tier."""

@@ -6,16 +6,16 @@
 If all weights fit beside the iteration and a little KV, they are all resident. Otherwise plans compete that
 have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The KV of longer chats is in host
 memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
-lose little.
+lose little. Then recurrent states get memory of further weights, as much as slows each chat little.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from neo_desktop.engine.execute.recurrent import SHARE, num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
@@ -36,11 +36,15 @@ from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
     HOST_SHARE,
     MOST_HOST_SHARE,
+    STATES_SHARE,
     STREAMED_SHARE,
     FreeMemory,
     activation_bytes,
+    chat_lengths,
     host_buffer_bytes,
     limits_of,
+    most_slots,
+    num_slots,
     other_programs,
 )
 from neo_desktop.engine.schedule.policies import get_policy
@@ -52,8 +56,8 @@ from neo_desktop.models.stored_form import uniform_form
 # Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
-CHAT_TOKENS = 4096  # context of a usual chat
 MOST_LOSS = 0.08  # most speed that a usual chat loses to longer ones; less with fixed times
+MOST_STATES_LOSS = 0.02  # most speed that a chat loses to further slots for states
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -139,12 +143,11 @@ class _Memory:
     ) -> None:
         self._config, self._form, self._dtype = config, form, dtype
         self._options, self._find_rates = options, rates
-        limits = limits_of(options, device)
+        self._limits = limits = limits_of(options, device)
         cap = options.gpu_memory_bytes
         assert free.gpu_bytes is not None
         self._gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
         self._iteration_bytes = activation_bytes(config, limits, dtype, device) + DEVICE_RESERVE_BYTES
-        self._most_requests = limits.max_batch_requests
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
         self._short_tokens = min(SHORT_TOKENS, config.max_context_tokens)
@@ -161,7 +164,7 @@ class _Memory:
         """Return the best plan for chats, see above; None: all weights fit."""
         if self._weights <= self._room(self._least_tokens):
             return None
-        plans = [self._planned(self._room(tokens) - self._streaming) for tokens in self._device_tokens]
+        plans = [self._beside(tokens) for tokens in self._device_tokens]
         # Plans with the speeds of chats. If host memory has room for none, the first one is refused later.
         found = [
             (plan, self._speeds(plan, tokens))
@@ -178,7 +181,35 @@ class _Memory:
                 return 0.0
             return sum(speed / most for speed, most in zip(speeds, best, strict=True) if most)
 
-        return max(found, key=lambda each: worth(each[1]))[0]
+        return self._with_more_slots(*max(found, key=lambda each: worth(each[1])))
+
+    def _beside(self, device_tokens: int, slots: int = 0) -> WeightPlan:
+        """Return the plan beside the KV of that many tokens; see `_room`."""
+        plan = self._planned(self._room(device_tokens, slots) - self._streaming)
+        return replace(plan, device_tokens=device_tokens)
+
+    def _with_more_slots(self, plan: WeightPlan, speeds: Sequence[float]) -> WeightPlan:
+        """Return the plan with the most slots for states that slow no chat by more than a little.
+
+        Args:
+            speeds: of the plan, see `_speeds`.
+        """
+        tokens = plan.device_tokens
+        assert tokens is not None
+        if not self._config.state_bytes:
+            return plan
+
+        def is_too_much(slots: int) -> bool:
+            if self._room(tokens, slots) - self._streaming < self._always:
+                return True
+            more = self._beside(tokens, slots)
+            slower = zip(self._speeds(more, tokens), speeds, strict=True)
+            return self._host_room(more) < 0 or any(
+                speed < (1 - MOST_STATES_LOSS) * before for speed, before in slower
+            )
+
+        counts = range(1, most_slots(self._limits) + 1)
+        return self._beside(tokens, bisect_left(counts, True, key=is_too_much))
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the plan with at most `gpu_bytes` of weights on the GPU."""
@@ -230,9 +261,12 @@ class _Memory:
     @cached_property
     def _chats(self) -> list[int]:
         """The lengths of chats, in tokens, from the usual one on."""
-        most = self._config.max_context_tokens
-        doublings = range((most // CHAT_TOKENS).bit_length())
-        return [CHAT_TOKENS << each for each in doublings] or [most]
+        return chat_lengths(self._config)
+
+    @cached_property
+    def _always(self) -> int:
+        """The bytes of weights that are always on the GPU."""
+        return least_gpu_bytes(self._config, self._form, self._dtype)
 
     @cached_property
     def _least_tokens(self) -> int:
@@ -247,21 +281,22 @@ class _Memory:
         """The numbers of tokens whose KV plans have room for on the GPU, the smallest first."""
         if self._options.gpu_cache_tokens is not None or not self._least_tokens:
             return [self._least_tokens]
-        always = least_gpu_bytes(self._config, self._form, self._dtype)
-        fitting = [tokens for tokens in self._chats if self._room(tokens) - self._streaming >= always]
+        fitting = [tokens for tokens in self._chats if self._room(tokens) - self._streaming >= self._always]
         return fitting or [self._least_tokens]
 
-    def _room(self, device_tokens: int) -> int:
-        """Return the GPU memory for weights beside iterations, states, and this KV."""
+    def _room(self, device_tokens: int, slots: int = 0) -> int:
+        """Return the GPU memory for weights beside iterations, this KV, and at least `slots` for states."""
         run = BLOCK_SIZE * BLOCKS_PER_RUN
         kv = -(-device_tokens // run) * run * self._token_bytes
         if any(tier.is_streamed for tier in self._tiers) and not any(
             tier.host_attends for tier in self._tiers
         ):
             kv = int(kv / (1 - STREAMED_SHARE))  # the prefetch buffer
-            kv += 2 * self._most_requests * self._token_bytes  # decodes, until their KV is in host memory
+            decodes = 2 * self._limits.max_batch_requests  # until their KV is in host memory
+            kv += decodes * self._token_bytes
         others = self._iteration_bytes + kv
-        slots = num_slots(self._config, self._most_requests, int(others / (1 - SHARE)))
+        share = STATES_SHARE / (1 - STATES_SHARE) * others
+        slots = max(slots, num_slots(self._config, self._limits, share, 0, 0))
         return self._gpu_bytes - others - slots * self._config.state_bytes
 
     def _speeds(self, plan: WeightPlan, device_tokens: int) -> list[float]:

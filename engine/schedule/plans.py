@@ -188,13 +188,14 @@ def can_plan_ahead(
     tiers = {scheduled.sequence.tier for each in running for scheduled in each}
     tiers |= {queues.tier_of(request) for batch in decision.sub_batches for request, _ in batch}
     # Streamed KV is stored, and workers answer, after the end. Slots of states must not be planned in vain.
-    on_host = [tier for tier in tiers if tier.in_host_memory]
+    on_host, states = [tier for tier in tiers if tier.in_host_memory], queues.kv.states
     return (
         len(running) == 1
         and not decision.copies
         and not queues.has_moves
         and not decision.is_async_step
-        and (not on_host or (queues.kv.states is None and all(tier.cpu_attends for tier in on_host)))
+        and (not on_host or (states is None and all(tier.cpu_attends for tier in on_host)))
+        and (states is None or states.has_spare(sum(map(len, decision.sub_batches))))
         and all(
             num_tokens == 1
             and request.num_uncomputed_tokens == 1

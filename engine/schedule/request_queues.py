@@ -141,8 +141,9 @@ class RequestQueues(Generic[R]):
 
     def _restart_async(self, request: R) -> None:
         self.async_groups.drop(request)
-        if self.kv.states is not None and request.request_id in self.kv:
-            self.kv.states.take_back(request.request_id)
+        states, request_id = self.kv.states, request.request_id
+        if states is not None and request_id in self.kv and states.is_planned(request_id):
+            states.take_back(request_id)
 
     def start_moves(self) -> None:
         """Assign the pending moves to the iteration that starts now; moves of the last one are complete."""

@@ -65,6 +65,8 @@ class WorkloadStats:
     def workload(self, queues: RequestQueues[R], limits: SchedulerLimits) -> Workload:
         """Return a workload of requests of average length, as many as there are."""
         there = min(queues.num_running + len(queues.waiting), limits.max_batch_requests)
+        if queues.kv.states is not None:
+            there = min(there, queues.kv.states.most_requests)
         device = next((tier for tier in queues.tiers if not tier.host_attends), None)
         host = next((tier for tier in queues.tiers if tier.cpu_attends), None)
         streamed = next((tier for tier in queues.tiers if tier.is_streamed and tier != device), None)

@@ -2,13 +2,13 @@
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.cost_model import (
     NOTHING,
@@ -19,7 +19,12 @@ from neo_desktop.engine.predict.cost_model import (
 )
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
-from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    HOST_SHARE,
+    activation_bytes,
+    num_slots,
+)
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.schedule.streamed import hides
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS, OFFLOAD_MS, DividedWeights
@@ -53,6 +58,12 @@ class KVBudget:
     gpu_tokens: int
     cpu_tokens: int
     streamed_tokens: int = 0
+    num_states: int | None = None  # slots for recurrent states; None: the model has no recurrent layers
+
+    @property
+    def most_requests(self) -> float:
+        """The number of requests whose recurrent states have slots."""
+        return math.inf if self.num_states is None else self.num_states // SLOTS_PER_REQUEST
 
     def num_blocks(self, workers: KVTier | None = None) -> dict[KVTier, int]:
         """Return `tier -> blocks`.
@@ -82,7 +93,7 @@ class KVBudget:
             tokens = num_blocks * BLOCK_SIZE
             resident = -(-tokens * RESIDENT_LAYERS // cost.num_layers)
             near = (self.gpu_tokens - resident) // BLOCK_SIZE * BLOCK_SIZE
-            return KVBudget(near, self.cpu_tokens - tokens, tokens)
+            return replace(self, gpu_tokens=near, cpu_tokens=self.cpu_tokens - tokens, streamed_tokens=tokens)
 
         def is_too_much(num_blocks: int) -> bool:
             budget = divided(num_blocks)
@@ -118,10 +129,11 @@ def kv_budget(
     weights = config.weight_bytes(dtype, form)
     if plan is not None:
         weights = plan.gpu_bytes + streaming_bytes(layer_matrices(config, form, dtype))
-    states = num_slots(config, limits.max_batch_requests, gpu.memory_bytes - weights) * config.state_bytes
-    rest = gpu.memory_bytes - weights - states
-    rest -= DEVICE_RESERVE_BYTES + activation_bytes(config, limits, dtype)
-    tokens = rest // config.kv_bytes_per_token(dtype)
+    rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
+    token_bytes = config.kv_bytes_per_token(dtype)
+    slots = num_slots(config, limits, rest, token_bytes, None if plan is None else plan.device_tokens)
+    rest -= slots * config.state_bytes
+    tokens = rest // token_bytes
     if tokens < BLOCK_SIZE:
         raise MemoryError(
             f"the model's weights take {weights / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
@@ -131,8 +143,12 @@ def kv_budget(
         )
     host_bytes = host.memory_bytes - (0 if plan is None else plan.host_bytes)
     host_bytes -= config.table_bytes(dtype, form)
-    host_tokens = int(host_bytes * HOST_SHARE) // config.kv_bytes_per_token(dtype)
-    return KVBudget(tokens // BLOCK_SIZE * BLOCK_SIZE, host_tokens // BLOCK_SIZE * BLOCK_SIZE)
+    host_tokens = int(host_bytes * HOST_SHARE) // token_bytes
+    return KVBudget(
+        tokens // BLOCK_SIZE * BLOCK_SIZE,
+        host_tokens // BLOCK_SIZE * BLOCK_SIZE,
+        num_states=slots or None,
+    )
 
 
 def bytes_read(config: ModelConfig, dtype: torch.dtype, form: WeightFormat) -> tuple[float, float]:

@@ -39,6 +39,7 @@ def simulate(
     limits: SchedulerLimits,
     *,
     max_context_tokens: int | None = None,
+    num_states: int | None = None,
     true_timing: Callable[[Decision[SimulatedRequest]], IterationTiming] | None = None,
     seed: int = 0,
     acceptance: float = 0.0,
@@ -54,6 +55,7 @@ def simulate(
         requests: in order of arrival.
         num_blocks: `tier -> blocks`.
         block_size: tokens per block.
+        num_states: slots for states of recurrent layers; None: the model has no recurrent layers.
         true_timing: called with each decision; it may correct `cost`.
         seed: of the drafts.
         acceptance: probability that a drafted token is right; 0: no drafts.
@@ -62,7 +64,7 @@ def simulate(
     Raises:
         RuntimeError: the scheduler finds no work while requests wait, or loses blocks.
     """
-    kv_cache = KVCache(num_blocks, block_size)
+    kv_cache = KVCache(num_blocks, block_size, num_states)
     scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
     drafts = SimulatedDrafts(acceptance, cost, limits.max_batch_requests, seed)
     queues = scheduler.queues

@@ -18,6 +18,7 @@ from neo_desktop.app.shelf.checkpoint_summary import LocalModel, summarize
 from neo_desktop.app.shelf.fits import Fit, Fitting
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.speed import MachineFigures, cpu_figures, find_figures, predict
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.mtp import Beside, plan_beside
 from neo_desktop.engine.options import GIB, EngineOptions
@@ -140,6 +141,11 @@ def test_experts_of_traced_models_need_not_fit_the_gpu(tmp_path: Path) -> None:
     assert found.host_weights_bytes > found.weights_bytes // 3
     assert found.chats
     assert of_gpu(40, 64, config).host_weights_bytes == 0
+
+
+def test_as_many_chats_of_a_hybrid_fit_as_their_states_have_slots() -> None:
+    found = of_gpu(24, 96, TRACED_SHAPES["nemotron-3-nano"])
+    assert 1 < found.chats < (found.gpu_tokens + found.cpu_tokens) // 4096 // 10
 
 
 def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:

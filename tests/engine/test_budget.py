@@ -1,22 +1,31 @@
 """Size KV memory from free memory, other programs' use, and caps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
+from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
+from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import (
     DEVICE_MARGIN_BYTES,
     DEVICE_RESERVE_BYTES,
+    LEAST_SLOTS,
+    STATES_SHARE,
     FreeMemory,
     KVBudget,
     activation_bytes,
+    chat_lengths,
+    most_slots,
+    num_slots,
 )
 from neo_desktop.engine.profiling.hardware import HostMemory
 from neo_desktop.engine.profiling.weight_memory import QUANTISATIONS, check_weights_fit
@@ -115,6 +124,46 @@ def test_without_a_gpu_both_pools_share_the_host_and_each_cap_is_for_its_kv(mach
     capped = kv(CPU, gpu=2 * GIB, cpu=1000 * GIB)
     assert capped[KVTier.DEVICE] == 2 * GIB
     assert sum(capped.values()) < 64 * GIB
+
+
+@given(
+    name=st.sampled_from(["qwen3.8-27b", "qwen3.6-35b-a3b", "nemotron-3-nano", "lfm2.5-8b-a1b"]),
+    room=st.integers(GIB, 64 * GIB),
+    kept=st.none() | st.integers(0, 200_000),
+)
+def test_states_take_what_the_kv_of_a_long_chat_leaves(name: str, room: int, kept: int | None) -> None:
+    config = TRACED_SHAPES[name]
+    token_bytes = config.kv_bytes_per_token(torch.bfloat16)
+    slots = num_slots(config, LIMITS, room, token_bytes, kept)
+    states = slots * config.state_bytes
+    assert LEAST_SLOTS <= slots <= most_slots(LIMITS)
+    lengths = chat_lengths(config) if kept is None else [kept]
+    had_room = [tokens for tokens in lengths if tokens * token_bytes <= (1 - STATES_SHARE) * room]
+    if slots > LEAST_SLOTS:
+        assert room - states >= max(had_room, default=0) * token_bytes
+    if slots < most_slots(LIMITS) and had_room:  # more would take the memory of that KV
+        assert room - states - config.state_bytes < max(had_room) * token_bytes
+    if kept is None:
+        assert states > STATES_SHARE * room - config.state_bytes or slots == most_slots(LIMITS)
+
+
+@pytest.mark.parametrize("tiers", [MEASURED_TIERS, (KVTier.DEVICE, KVTier.STREAMED), ALL_TIERS])
+def test_a_long_chat_of_a_hybrid_keeps_its_kv_on_the_card(tiers: Sequence[KVTier]) -> None:
+    """Beside more requests, and also if KV is streamed."""
+    config, options = TRACED_SHAPES["qwen3.6-35b-a3b"], EngineOptions()
+    free = FreeMemory(64 * GIB, 4 * GIB)
+
+    def found(**given: int) -> tuple[int, int]:
+        each = KVBudget(config, torch.bfloat16, CUDA, replace(options, **given), free, 0, tiers, 0.05)
+        return each.num_blocks()[KVTier.DEVICE] * BLOCK_SIZE, each.most_requests
+
+    tokens, requests = found()
+    assert tokens >= 65_536
+    assert requests >= 6
+    short = found(gpu_cache_tokens=8192)
+    assert short[0] == 8192
+    assert short[1] > requests
+    assert found(gpu_cache_tokens=80_000)[0] == 80_000
 
 
 def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None:

@@ -221,6 +221,27 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     harness.assert_all_answered()
 
 
+@pytest.mark.parametrize(("num_states", "is_ahead"), [(4, False), (5, False), (6, True)])
+def test_hybrids_are_planned_ahead_if_each_has_a_third_slot(num_states: int, is_ahead: bool) -> None:
+    """Two slots are enough for every request to get its tokens."""
+    harness = Harness({KVTier.DEVICE: 64}, "gpu-only", num_states=num_states)
+    for index in range(2):
+        harness.add([index] * 3, 12)
+    for _ in range(3):
+        harness.step()
+    assert harness.scheduler.queues.num_running == 2
+    plan = harness.start()
+    assert plan is not None
+    assert all(len(sequence.token_ids) == 1 for sequence in plan.sequences)
+    assert (harness.scheduler.look_ahead(may_plan=True) is not None) == is_ahead
+    if is_ahead:
+        harness.scheduler.begin()
+        harness.scheduler.take_back()
+    harness.finish(plan)
+    harness.run()
+    harness.assert_all_answered()
+
+
 def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
     num_blocks = {KVTier.DEVICE: 8, KVTier.HOST: 64}
     auto = Harness(num_blocks, "auto", max_batch_tokens=64)

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import seeds
 
-from neo_desktop.engine.batch import Contents
+from neo_desktop.engine.batch import Contents, IterationTiming
+from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
+from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
-from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.simulator import SimulatedRequest, simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from neo_desktop.models.shapes import shape
 from research.mismatch import Mismatch, simulate_on
@@ -339,6 +341,28 @@ def test_no_way_to_cut_a_prompt_is_cheaper_than_the_bound_says(chunks: list[int]
         ms += cost.num_layers * (cost.linear_ms(tokens) + cost.prefill_attention_ms(tokens, start))
         start += tokens
     assert Bound(cost, [WorkloadRequest(0.0, start, 1)], Room(3008, 0)).makespan_ms() <= ms * (1 + 1e-9)
+
+
+# ---- recurrent states ----
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_states", [4, 7])
+def test_no_more_hybrids_run_at_once_than_their_states_have_slots(policy: str, num_states: int) -> None:
+    cost, most = machine(), num_states // SLOTS_PER_REQUEST
+    requests, running = synthetic(12, 200, 20), []
+
+    def timing(decision: Decision[SimulatedRequest]) -> IterationTiming:
+        there = {request for batch in decision.sub_batches for request, _ in batch}
+        running.append(len(there | {*decision.waiting_decodes, *decision.new_async}))
+        return decision.predicted
+
+    where = KVBudget(3200, 65_536, STREAMED_TOKENS).num_blocks(), BLOCK_SIZE, LIMITS
+    result = simulate(requests, POLICIES[policy], cost, *where, num_states=num_states, true_timing=timing)
+    assert len(result.finished) == 12
+    assert max(running) == most
+    bound = Bound(cost, requests, Room(3200 + STREAMED_TOKENS, 65_536, most))
+    assert result.output_tokens_per_s <= bound.output_tokens_per_s(*SHARES_OF_CPU[policy]) * (1 + 1e-9)
 
 
 # ---- machines ----

@@ -59,6 +59,8 @@ class Slots:
             rest = len(sequence.tokens) - sequence.computed
             if len(sequence.planned) == 2 or not rest or (sequence.planned and sequence.planned[-1][2]):
                 continue
+            if sequence.planned and not self.cache.has_spare():  # a second iteration ahead needs one
+                continue
             start, count = sequence.computed, self.rng.randint(1, rest)
             slots = self.cache.plan(sequence.name, start, count, is_last=count == rest)
             draft = [self.rng.randrange(2) for _ in range(self.rng.randrange(4))]

@@ -4,14 +4,20 @@ import pytest
 import torch
 
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
-from neo_desktop.engine.execute.recurrent import num_slots
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices, weight_times
-from neo_desktop.engine.profiling import budget
-from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
+from neo_desktop.engine.profiling import budget, weight_memory
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    FreeMemory,
+    KVBudget,
+    activation_bytes,
+)
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.selfcheck.rig import on_levels
 from neo_desktop.models.linear.dense import DENSE
@@ -70,14 +76,19 @@ def hybrid(name: str, host_bytes: int = 64 * GIB, **given: object) -> WeightPlan
     return found
 
 
-def kv_tokens(name: str, found: WeightPlan) -> float:
-    """Return the tokens whose KV has room on that card beside weights and states."""
-    config, limits = TRACED_SHAPES[name], budget.limits_of(EngineOptions(), CUDA)
+def beside(name: str, found: WeightPlan) -> KVBudget:
+    """Return the memory for KV and states on that card."""
+    config = TRACED_SHAPES[name]
     form = uniform_form(config, "Q4_K").on_gpu(dispatch)
     left = 12 * GIB - found.gpu_bytes - streaming_bytes(layer_matrices(config, form, torch.bfloat16))
-    left -= num_slots(config, limits.max_batch_requests, left) * config.state_bytes
-    left -= DEVICE_RESERVE_BYTES + activation_bytes(config, limits, torch.bfloat16)
-    return left / config.kv_bytes_per_token(torch.bfloat16)
+    free = FreeMemory(64 * GIB - found.host_bytes, left)
+    given = config, torch.bfloat16, CUDA, EngineOptions(), free, found.gpu_bytes, MEASURED_TIERS
+    return KVBudget(*given, has_host_weights=True, planned_tokens=found.device_tokens)
+
+
+def kv_tokens(name: str, found: WeightPlan) -> int:
+    """Return the tokens whose KV has room on that card beside weights and states."""
+    return beside(name, found).num_blocks()[KVTier.DEVICE] * BLOCK_SIZE
 
 
 @pytest.mark.parametrize(
@@ -93,6 +104,24 @@ def test_room_for_the_kv_of_long_chats_costs_a_usual_chat_little(name: str, leas
     found_ms, usual_ms = (weight_times(matrices, each, RATES, 1).ms for each in (found, usual))
     assert found_ms < 1.09 * usual_ms
     assert kv_tokens(name, hybrid(name, gpu_cache_tokens=65_536)) >= 65_536  # for any price
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("qwen3.8-27b", 2), ("qwen3.6-35b-a3b", 5), ("nemotron-3-nano", 5)]
+)
+def test_states_of_more_requests_cost_a_chat_little(
+    name: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hybrid(name)
+    monkeypatch.setattr(weight_memory, "MOST_STATES_LOSS", 0.0)
+    fewer = hybrid(name)
+    assert found.device_tokens == fewer.device_tokens
+    assert beside(name, found).most_requests >= max(least, beside(name, fewer).most_requests)
+    matrices = layer_matrices(
+        TRACED_SHAPES[name], uniform_form(TRACED_SHAPES[name], "Q4_K").on_gpu(dispatch), torch.bfloat16
+    )
+    found_ms, fewer_ms = (weight_times(matrices, each, RATES, 1).ms for each in (found, fewer))
+    assert fewer_ms <= found_ms < 1.025 * fewer_ms
 
 
 def test_long_chats_get_no_room_that_host_memory_lacks_for_weights() -> None:
