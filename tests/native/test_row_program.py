@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from neo_desktop import native
-from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
@@ -175,7 +174,7 @@ def test_heads_are_multiplied_by_their_own_matrices(rows: int, type_name: str | 
     heads, columns, width, dtype = 3, 256, 32, torch.float32
     weights = numbers(heads * width, columns, dtype=dtype)
     if type_name is None:
-        linear: PackedMatrix = Tiles(heads * width, columns, None, dtype)
+        linear: Tiles | Quantised = Tiles(heads * width, columns, None, dtype)
         linear.load(0, weights)
     else:
         linear = Quantised([PartShape(type_name, heads * width)], columns, None, dtype)
