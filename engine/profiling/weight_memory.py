@@ -3,9 +3,9 @@
     GPU memory                                                    host memory
     | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
 
-If all weights fit beside the iteration and a little KV, they are all resident. Otherwise plans compete that
-have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The KV of longer chats is in host
-memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
+If all weights fit beside the iteration and the KV of a usual chat, they are all resident. Otherwise plans
+compete that have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on, and the plan with all
+weights if it has room for a little KV. The KV of longer chats is in host memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
 lose little. Then recurrent states get memory of further weights, as much as slows each chat little.
 """
 
@@ -56,7 +56,7 @@ from neo_desktop.models.stored_form import uniform_form
 # Limits for copies of experts on the GPU: a share of the host memory that is left, and a multiple of the
 # other experts' memory. With few others, little can be gained.
 MOST_COPIES, COPIES_PER_OTHER = 0.5, 3
-MOST_LOSS = 0.08  # most speed that a usual chat loses to longer ones; less with fixed times
+MOST_LOSS = 0.11  # most speed that a usual chat loses to longer ones; less with fixed times
 MOST_STATES_LOSS = 0.02  # most speed that a chat loses to further slots for states
 SHORT_TOKENS = 1000  # context that is too short to be useful
 # GGUF file suffix -> dominant tensor type
@@ -162,17 +162,17 @@ class _Memory:
 
     def best_plan(self) -> WeightPlan | None:
         """Return the best plan for chats, see above; None: all weights fit."""
-        if self._weights <= self._room(self._least_tokens):
+        if self._weights <= self._room(self._device_tokens[0]):
             return None
-        plans = [self._beside(tokens) for tokens in self._device_tokens]
+        plans = {tokens: self._beside(tokens) for tokens in self._device_tokens}
+        if self._weights <= self._room(self._least_tokens):
+            plans[self._least_tokens] = self._planned(self._weights)
         # Plans with the speeds of chats. If host memory has room for none, the first one is refused later.
         found = [
-            (plan, self._speeds(plan, tokens))
-            for plan, tokens in zip(plans, self._device_tokens, strict=True)
-            if self._host_room(plan) >= 0
+            (plan, self._speeds(plan, tokens)) for tokens, plan in plans.items() if self._host_room(plan) >= 0
         ]
         if not found:
-            return plans[0]
+            return next(iter(plans.values()))
         best: list[float] = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
 
         def worth(speeds: Sequence[float]) -> float:
@@ -195,8 +195,7 @@ class _Memory:
             speeds: of the plan, see `_speeds`.
         """
         tokens = plan.device_tokens
-        assert tokens is not None
-        if not self._config.state_bytes:
+        if tokens is None or not self._config.state_bytes:
             return plan
 
         def is_too_much(slots: int) -> bool:
