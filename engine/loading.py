@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
 from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
+    MOST_HOST_SHARE,
     FreeMemory,
     activation_bytes,
     limits_of,
@@ -128,9 +129,9 @@ def load(
         config = config_of_rank(published_shape(options.shape), rank)
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
-            form = DENSE if device.type == "cpu" else gpu_form(DENSE)
-            place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
-            decoder = made(form, place, partial(random_model, config, dtype=dtype, device=device))
+            form: WeightFormat = DENSE if device.type == "cpu" else gpu_form(DENSE)
+            form = placed_form(form, config, dtype, device, last)
+            decoder = made(form, partial(random_model, config, dtype=dtype, device=device))
         check_weight_pages()
         name = f"{options.shape} (random weights)"
         return LoadedModel(
@@ -160,8 +161,7 @@ def load(
 
     with streams.on_device():
         make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
-        place = partial(placed_form, config=config, dtype=dtype, device=device, plan=last)
-        decoder = made(form, place, make)
+        decoder = made(placed_form(form, config, dtype, device, last), make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -231,23 +231,31 @@ def placed_form(
     return OffloadedFormat(form, offloaded_form, placed.resident_rows, dispatch, placed.moves)
 
 
-def made(form: Dense, place: Callable[[WeightFormat], WeightFormat], make: Callable[..., Decoder]) -> Decoder:
-    """Make a decoder. If the system does not pin host memory, tables are on the device, and experts stay.
+def made(form: WeightFormat, make: Callable[..., Decoder]) -> Decoder:
+    """Make a decoder in a weight format, after further tries if the system pins too little host memory.
+
+    Then experts stay, or else tables are in device memory, too.
 
     Args:
-        form: with all weights on the compute device.
-        place: see `placed_form`.
         make: makes it, with the keyword `form`. All memory is taken before weights are read.
     """
-    try:
-        return make(form=place(form))
-    except PageableError as error:
-        logger.warning("embeddings are on the device, and experts do not move: %s", error)
-    # Only now, without the error, the memory is free again.
-    placed = place(replace(form, tables=None))
-    if isinstance(placed, OffloadedFormat):
-        placed = replace(placed, moves=None, host_form=replace(placed.host_form, room=weight_bytes))
-    return make(form=placed)
+    for other in _with_less_pinned(form):
+        try:
+            return make(form=form)
+        except PageableError as error:
+            logger.warning("weights that must be pinned are placed in another way: %s", error)
+        form = other  # only now, without the error, the memory is free again
+    return make(form=form)
+
+
+def _with_less_pinned(form: WeightFormat) -> Iterator[WeightFormat]:
+    if isinstance(form, OffloadedFormat) and form.moves is not None:
+        form = replace(form, moves=None, host_form=replace(form.host_form, room=weight_bytes))
+        yield form
+    if isinstance(form, OffloadedFormat) and isinstance(form.device_form, Dense):
+        yield replace(form, device_form=replace(form.device_form, tables=None))
+    elif isinstance(form, Dense):
+        yield replace(form, tables=None)
 
 
 def model_path(model: str | Path) -> Path:
@@ -309,6 +317,8 @@ def kept_form(
     if device.type == "cpu":
         return form
     packed = gpu_form(form)
+    if config.table_bytes(config.dtype, packed) > MOST_HOST_SHARE * host_memory().available_bytes:
+        packed = replace(packed, tables=None)
     if form is DENSE or fallbacks.level("quantised") != "torch":
         return packed
     dtype = choose_dtype(asked_dtype(options), config, device)
@@ -316,7 +326,7 @@ def kept_form(
     cap = options.gpu_memory_bytes
     iteration = activation_bytes(config, limits_of(options, device), dtype, device) + DEVICE_RESERVE_BYTES
     room = min(each for each in (free, cap) if each is not None) - iteration
-    floats = gpu_form(DENSE)
+    floats = replace(DENSE, tables=packed.tables)
     return floats if config.weight_bytes(dtype, floats) <= room else packed
 
 

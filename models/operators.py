@@ -162,19 +162,6 @@ def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None
     write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
 
 
-def look_up_rows(table: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write rows of a table to `out` [n, columns].
-
-    Args:
-        table: [any, columns], contiguous, in out's dtype; it may be in host memory.
-        rows: [n] int32 or int64.
-    """
-    if table.device == out.device:
-        torch.index_select(table, 0, rows, out=out)
-    else:
-        out.copy_(table[rows.to(table.device)])
-
-
 def choose_tokens(logits: Tensor, out: Tensor) -> None:
     """Write each row's most probable token to `out` [rows] int64, or `NO_TOKEN`.
 

@@ -9,8 +9,8 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.linear.host_table import HostTables
 from neo_desktop.models.linear.offloaded import OffloadedFormat
+from neo_desktop.models.linear.packed import Room
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
@@ -32,7 +32,7 @@ class StoredForm(Dense):
     kernels: Kernels | None = None
     name: str = ""
 
-    def on_gpu(self, kernels: Kernels, tables: HostTables | None = None) -> "StoredForm":
+    def on_gpu(self, kernels: Kernels, tables: Room | None = None) -> "StoredForm":
         return replace(self, kernels=kernels, tables=tables)
 
     def named(self, name: str) -> "StoredForm":
@@ -85,6 +85,11 @@ class StoredForm(Dense):
         kernels = self.kernels
         return QuantisedOnGPU(self.parts, columns, bias, dtype, device, kernels, is_stacked=is_stacked)
 
+    def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
+        if self.tables is None or self.kernels is None or not self.parts:
+            return Dense.table(self, rows, columns, dtype, device)
+        return QuantisedOnGPU(self.parts, columns, None, dtype, device, self.kernels, table_room=self.tables)
+
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         if not self.parts:
             return Dense.nbytes(self, rows, columns, dtype)
@@ -101,7 +106,7 @@ class StoredForm(Dense):
 def what_becomes(form: WeightFormat, dtype: torch.dtype) -> str:
     """Describe a format's treatment of quantised matrices: "Q3_K in 6 bits, others kept as they are"."""
     if isinstance(form, OffloadedFormat):
-        form = form.host_form
+        form = form.device_form if isinstance(form.device_form, StoredForm) else form.host_form
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
     if not isinstance(form, StoredForm) or not form.kept_types:
         return dequantised

@@ -14,7 +14,6 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import is_buffer, predicting_layers
-from neo_desktop.models.linear.host_table import HostTable
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
@@ -29,7 +28,7 @@ from neo_desktop.models.traced.latent import parts_of_heads
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
-Packed = Quantised | QuantisedOnGPU | OffloadedLinear | HostTable
+Packed = Quantised | QuantisedOnGPU | OffloadedLinear
 SMALL_SHARE = 0.02  # of the bytes; norms are below it
 PREFIX = "model."  # prefix of names that checkpoints of a base model lack
 

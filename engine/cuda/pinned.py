@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.driver import open_driver
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.huge_pages import ask_for_huge_pages, check_huge_pages
@@ -74,6 +75,37 @@ def weight_bytes(nbytes: int, *, must_pin: bool = False) -> Tensor:
     if must_pin and pages.pinned_at is None:
         raise PageableError(f"{nbytes / 1e9:.1f} GB of host memory cannot be pinned") from refusal
     return memory
+
+
+class _Mapped:
+    """Pinned bytes as torch takes them for GPU memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        result, address = open_driver().cuMemHostGetDevicePointer(memory.data_ptr(), 0)
+        if result != 0:
+            raise RuntimeError(f"cuMemHostGetDevicePointer failed with CUDA driver error {int(result)}")
+        self.__cuda_array_interface__ = {
+            "shape": (len(memory),),
+            "typestr": "|u1",
+            "data": (int(address), False),
+            "version": 3,
+        }
+
+
+def mapped_bytes(nbytes: int) -> Tensor:
+    """Return pinned host memory as a tensor of the GPU, whose kernels read and write it across the bus.
+
+    Raises:
+        PageableError: the system does not pin the bytes, or the GPU cannot read them.
+    """
+    memory = weight_bytes(nbytes, must_pin=True)
+    try:
+        return torch.as_tensor(_Mapped(memory), device="cuda")
+    except (AssertionError, RuntimeError) as error:  # torch's, without CUDA
+        if is_lost(error):
+            raise
+        raise PageableError(f"the GPU cannot read host memory: {error}") from error
 
 
 def check_weight_pages() -> None:

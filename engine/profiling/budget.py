@@ -204,11 +204,24 @@ class KVBudget:
         device = next(tier for tier in MEASURED_TIERS if not tier.in_host_memory)
         room: float = self._bytes_for(device)
         token_bytes: float = config.kv_bytes_per_token(self._dtype)
-        if any(tier.is_streamed for tier in self._tiers) and not self._has_host_weights:
-            room -= 2 * limits.max_batch_requests * token_bytes
-            token_bytes /= 1 - STREAMED_SHARE
-        asked = self._asked[device]
-        return num_slots(config, limits, room, token_bytes, planned_tokens if asked is None else asked)
+        for streamed in (tier for tier in self._tiers if tier.is_streamed):
+            asked = self._asked[streamed]
+            if asked is None and not self._has_host_weights:
+                room -= 2 * limits.max_batch_requests * token_bytes
+                token_bytes /= 1 - STREAMED_SHARE
+            elif asked:
+                on_device, _ = layers_of(config.num_layers)
+                room -= 2 * limits.max_batch_requests * token_bytes
+                room -= asked // BLOCK_SIZE * on_device * block_bytes(config, BLOCK_SIZE, self._dtype)
+        asked, run = self._asked[device], BLOCK_SIZE * BLOCKS_PER_RUN
+        kept = planned_tokens if asked is None else asked
+        if kept is not None:
+            kept = -(-kept // run) * run
+        slots = num_slots(config, limits, room, token_bytes, kept if device in self._tiers else 0)
+        if slots and not any(tier.in_host_memory for tier in self._tiers):  # KV of all requests is there
+            chat = SLOTS_PER_REQUEST * config.state_bytes + chat_lengths(config)[0] * token_bytes
+            slots = max(min(slots, SLOTS_PER_REQUEST * int(room // chat)), LEAST_SLOTS)
+        return slots
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
         """Return the dtype of KV in a tier."""

@@ -230,7 +230,8 @@ class _Memory:
         room = self._host_room(plan)
         if room < 0:
             free = int(self._host_bytes * MOST_HOST_SHARE)
-            rest, on_host = room + plan.host_bytes, plan.host_bytes + self._tables
+            on_host = plan.host_bytes + self._tables
+            rest = room + on_host
             smaller = self._smaller(self._room(self._least_tokens) - self._streaming + rest)
             raise MemoryError(
                 f"of {(self._weights + self._tables) / 1e9:.1f} GB of weights, GPU memory has room for "

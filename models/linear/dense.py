@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.host_table import HostTable, HostTables
-from neo_desktop.models.linear.packed import Room, huge_pages
+from neo_desktop.models.linear.packed import HOST, Room, huge_pages
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.linear.quantised_gpu import Kernels
@@ -14,16 +13,23 @@ from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
 class Plain:
-    """A `protocol.Embedding` with a dense weight."""
+    """A `protocol.Embedding` with a dense weight.
+
+    Args:
+        device: has the memory; None: the weight's device.
+    """
 
     form = "plain"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, device: torch.device | None = None
+    ) -> None:
         self.weight = weight
         self.bias = bias
+        self._device = weight.device if device is None else device
 
     def memory(self) -> dict[torch.device, int]:
-        return {self.weight.device: self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)}
+        return {self._device: self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:
         self.weight[row : row + len(weight)].copy_(weight)
@@ -46,9 +52,9 @@ class Dense:
 
     uses_tiles: bool = True
     room: Room = huge_pages
-    tables: HostTables | None = None
+    tables: Room | None = None
 
-    def on_gpu(self, kernels: Kernels, tables: HostTables | None = None) -> "Dense":
+    def on_gpu(self, kernels: Kernels, tables: Room | None = None) -> "Dense":
         return replace(self, tables=tables)
 
     def named(self, name: str) -> "Dense":
@@ -72,8 +78,8 @@ class Dense:
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
         if self.tables is None:
             return self.empty(rows, columns, has_bias=False, dtype=dtype, device=device)
-        (part,) = self.parts or (None,)
-        return HostTable(part, rows, columns, dtype, device, self.tables)
+        numbers = self.tables(rows * columns * dtype.itemsize).view(dtype).view(rows, columns)
+        return Plain(numbers, device=HOST)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Count whole tiles, which a GPU does not need: real models have multiples of 16 rows."""

@@ -96,7 +96,7 @@ class Grouped:
     """A matrix in this layout.
 
     Args:
-        memory: allocates its memory in host memory; None: it is on the device.
+        memory: allocates bytes that the device reads; None: device memory.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Grouped:
         rows = torch.arange(row, row + count, device=self.words.device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
         for target, new in zip(self.tensors(), values, strict=True):
-            target[at] = new.to(target.device)
+            target[at] = new
 
     def scales_of(self, at: tuple[Tensor, slice, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return scales and minima `[n, groups, 1]` of some rows, in float32."""
@@ -223,12 +223,11 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """
     if isinstance(rows, int):
         rows = torch.arange(rows, rows + len(out), device=out.device)
-    rows = rows.to(weight.words.device)
     at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
     coding = weight.coding
     codes = _unpacked(weight.words[at], coding)
     if coding.table:
-        codes = torch.tensor(coding.table, dtype=torch.int32, device=codes.device)[codes]
+        codes = torch.tensor(coding.table, dtype=torch.int32, device=out.device)[codes]
     numbers = (codes - coding.centre).float().view(len(out), -1, coding.group)
     scales, minima = weight.scales_of(at)
     numbers *= scales

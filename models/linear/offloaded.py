@@ -24,8 +24,7 @@ from neo_desktop import native
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.linear.host_table import HostTables
-from neo_desktop.models.linear.packed import TILE_ROWS
+from neo_desktop.models.linear.packed import TILE_ROWS, Room
 from neo_desktop.models.linear.protocol import Linear, WeightFormat
 from neo_desktop.models.linear.quantised import Part, PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
@@ -305,7 +304,7 @@ class OffloadedFormat:
         return replace(self, device_form=forms[0], host_form=forms[1], name=name)
 
     @property
-    def tables(self) -> HostTables | None:
+    def tables(self) -> Room | None:
         return self.device_form.tables
 
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:

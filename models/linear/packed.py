@@ -7,6 +7,7 @@ from torch import Tensor
 
 from neo_desktop import native
 
+HOST = torch.device("cpu")
 TILE_ROWS = 16
 Room = Callable[[int], Tensor]
 """Allocates host memory: a number of bytes → uninitialised uint8 `[bytes]`."""

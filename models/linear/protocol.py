@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.host_table import HostTables
+from neo_desktop.models.linear.packed import Room
 
 
 class Linear(Protocol):
@@ -52,8 +52,8 @@ class WeightFormat(Protocol):
     """Storage format of a model's matrices."""
 
     @property
-    def tables(self) -> HostTables | None:
-        """Tables of a GPU are in host memory, made so; None: they are on the compute device."""
+    def tables(self) -> Room | None:
+        """Allocates host memory for a GPU's tables, as the GPU sees it; None: tables are in device memory."""
 
     def named(self, name: str) -> "WeightFormat":
         """Return the format of one matrix: "3.qkv", "head" or "embedding", whose layer is an `Embedding`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped
+from neo_desktop.models.linear.packed import HOST, Room
 from neo_desktop.models.linear.quantised import PartShape
 
 
@@ -40,6 +41,8 @@ class QuantisedOnGPU:
 
     Args:
         is_stacked: the matrix holds several experts, which are never multiplied all at once.
+        table_room: allocates host memory that the device reads, for a matrix that is only looked up; None: it
+            is in device memory.
     """
 
     def __init__(
@@ -52,12 +55,15 @@ class QuantisedOnGPU:
         kernels: Kernels,
         *,
         is_stacked: bool = False,
+        table_room: Room | None = None,
     ) -> None:
         self.bias = bias
         self._dtype, self._device, self._kernels = dtype, device, kernels
-        self._is_stacked = is_stacked
+        self._is_stacked, self._is_table = is_stacked, table_room is not None
         self._missing_rows = sum(part.rows for part in parts)
-        self.parts = [Grouped(part.type_name, part.rows, columns, device) for part in merged(parts)]
+        self.parts = [
+            Grouped(part.type_name, part.rows, columns, device, table_room) for part in merged(parts)
+        ]
 
     @property
     def form(self) -> str:
@@ -65,7 +71,8 @@ class QuantisedOnGPU:
 
     def memory(self) -> dict[torch.device, int]:
         nbytes = sum(part.nbytes for part in self.parts)
-        return {self._device: nbytes + (0 if self.bias is None else self.bias.nbytes)}
+        where = HOST if self._is_table else self._device
+        return {where: nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:
         raise TypeError("this matrix loads rows only in the file's format")
@@ -78,7 +85,7 @@ class QuantisedOnGPU:
         self._missing_rows -= len(raw)
         for part in self.parts:
             if row < part.rows:
-                unpack.load_stored(part, row, raw, self._device)
+                unpack.load_stored(part, row, raw)
                 break
             row -= part.rows
         if self._missing_rows == 0 and self._device.type == "cuda" and not self._is_stacked:
@@ -89,7 +96,7 @@ class QuantisedOnGPU:
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
         most = MOST_ROWS + 1
         x, out = (torch.zeros(most, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
-        for count in (1, 2, 4, 8, MOST_ROWS, most):  # each selects another kernel
+        for count in () if self._is_table else (1, 2, 4, 8, MOST_ROWS, most):  # each selects another kernel
             self.multiply(x[:count], out[:count])
         for part in self.parts:
             self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])

@@ -102,11 +102,8 @@ def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
         dequantise(regrouped, 0, rows)
 
 
-def load_stored(target: Grouped, row: int, raw: Tensor, device: torch.device) -> None:
+def load_stored(target: Grouped, row: int, raw: Tensor) -> None:
     """Load rows in the file's format, `[rows, bytes of a row]` uint8, from `row` on, piece by piece.
-
-    Args:
-        device: computes the target's layout.
 
     Raises ValueError for scales that are not finite.
     """
@@ -116,7 +113,7 @@ def load_stored(target: Grouped, row: int, raw: Tensor, device: torch.device) ->
         packed = torch.zeros(nbytes, dtype=torch.uint8)
         if not native.pack_quantised(target.type_name, piece.contiguous(), 0, packed):
             raise ValueError("scales that are not finite")
-        regroup(packed.to(device), target, slice(row, row + len(piece)))
+        regroup(packed.to(target.words.device), target, slice(row, row + len(piece)))
         row += len(piece)
 
 
@@ -124,7 +121,7 @@ def regroup(packed: Tensor, target: Grouped, rows: slice) -> None:
     """Write tiles of the target's type to some of its rows.
 
     Args:
-        packed: [bytes] uint8, on the device that computes: whole tiles, with these rows first.
+        packed: [bytes] uint8, on the target's device: whole tiles, with these rows first.
     """
     layout, first = LAYOUTS[target.type_name], rows.start
     units = packed.view(-1, target.columns // BLOCK // layout.unit_blocks, layout.unit_bytes)

@@ -83,7 +83,9 @@ class Builder:
         for node, name in self._graph.parameters.items():
             if name in self._decoder.tensors:
                 self._constants[node] = self._decoder.tensors[name]
-            elif name in self._tables and any(name_of(user) != "embedding" for user in node.users):
+            elif name in self._tables and any(
+                name_of(user) != "embedding" and self._product(user) is None for user in node.users
+            ):
                 self._constants[node] = self._tables[name].dense()
         for node in self._cut.constants:
             if all(each in self._constants for each in node.all_input_nodes):

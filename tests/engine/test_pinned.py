@@ -19,7 +19,6 @@ from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_byt
 from neo_desktop.engine.loading import made
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedFormat
-from neo_desktop.models.linear.protocol import WeightFormat
 
 OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
 
@@ -130,21 +129,18 @@ def test_kv_that_cannot_be_pinned_is_pageable(runtime: Runtime) -> None:
 def test_experts_and_tables_stay_if_their_memory_cannot_be_pinned(runtime: Runtime) -> None:
     """Memory that was taken before the refusal is released."""
     host_form = replace(DENSE, room=partial(weight_bytes, must_pin=True))
+    moving = OffloadedFormat(gpu_form(DENSE), host_form, {}, moves=MoveBudget(1, 1))
     tried: list[OffloadedFormat] = []
-
-    def place(form: WeightFormat) -> WeightFormat:
-        return OffloadedFormat(form, host_form, {}, moves=MoveBudget(1, 1))
 
     def make(form: OffloadedFormat) -> list[torch.Tensor]:
         assert not runtime.ranges
         tried.append(form)
-        return [form.host_form.room(nbytes) for nbytes in (5000, 6000)]
+        found = [form.host_form.room(nbytes) for nbytes in (5000, 6000)]
+        return found if form.tables is None else [*found, form.tables(7000)]
 
     decoder: Any = make
     runtime.registers = 1
-    found: Any = made(gpu_form(DENSE), place, decoder)
+    found: Any = made(moving, decoder)
     assert len(found) == 2
-    assert tried[0].tables is not None
-    assert tried[0].moves is not None
-    assert tried[1].tables is None
-    assert tried[1].moves is None
+    assert tried[0] == moving
+    assert [(form.moves is None, form.tables is None) for form in tried[1:]] == [(True, False), (True, True)]

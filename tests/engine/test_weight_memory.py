@@ -49,10 +49,10 @@ def plan(
     return plan_memory(CONFIG, DENSE, DTYPE, device, EngineOptions(**given), lambda: RATES, free)  # type: ignore[arg-type]
 
 
-def test_weights_that_fit_beside_a_little_kv_all_stay_on_the_gpu() -> None:
-    least = (WEIGHTS + needed(EngineOptions()) + 1024 * TOKEN) / GIB
+def test_weights_that_fit_beside_the_kv_of_a_usual_chat_all_stay_on_the_gpu() -> None:
+    least = (WEIGHTS + needed(EngineOptions()) + 4096 * TOKEN) / GIB
     assert plan(least + 0.01) is None
-    assert plan(least - 0.01) is not None
+    assert plan(least - 0.5) is not None
     assert plan(40) is None
 
 
@@ -102,7 +102,7 @@ def test_room_for_the_kv_of_long_chats_costs_a_usual_chat_little(name: str, leas
         TRACED_SHAPES[name], uniform_form(TRACED_SHAPES[name], "Q4_K").on_gpu(dispatch), torch.bfloat16
     )
     found_ms, usual_ms = (weight_times(matrices, each, RATES, 1).ms for each in (found, usual))
-    assert found_ms < 1.09 * usual_ms
+    assert found_ms < 1.13 * usual_ms
     assert kv_tokens(name, hybrid(name, gpu_cache_tokens=65_536)) >= 65_536  # for any price
 
 

@@ -8,17 +8,16 @@ import torch
 
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch, in_torch
-from neo_desktop.engine.kernels.in_triton import activation, chunked_scan
+from neo_desktop.engine.kernels.in_triton import activation
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped
-from neo_desktop.models.recurrent import Spans
 
 FUNCTIONS = {
     "paged_decode": ("paged_decode",),
     "rope_append": ("rope_append",),
     "norm": ("add_rms_norm",),
     "activation": ("silu_mul",),
-    "row_copy": ("write_rows", "read_rows", "look_up_rows"),
+    "row_copy": ("write_rows", "read_rows"),
     "quantised": ("multiply_packed", "dequantise"),
     "experts": ("choose_experts", "multiply_experts"),
     "recurrent": ("scan_state", "short_convolution"),
@@ -66,24 +65,6 @@ def test_a_kernel_that_fails_is_given_up_for_torch(
     assert fallbacks.limits() == {"activation": "torch"}
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(error) in line
-
-
-def test_scans_go_token_by_token_if_chunks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Kernel:
-        def __getitem__(self, grid: object) -> object:
-            raise RuntimeError("ptxas died")
-
-    rows = 33
-    q, k, v = torch.randn(3, rows, 1, 4)
-    decay, beta = -torch.rand(rows, 1), torch.rand(rows, 1)
-    spans = Spans(torch.tensor([[0, rows, 0, 1]], dtype=torch.int32), rows)
-    state, out = torch.randn(3, 1, 4, 4), torch.empty_like(v)
-    expected_state, expected = state.clone(), torch.empty_like(v)
-    monkeypatch.setattr(chunked_scan, "_within_chunks", Kernel())
-    dispatch.scan_state(q, k, v, decay, beta, state, spans, out, is_delta=True)
-    operators.scan_state(q, k, v, decay, beta, expected_state, spans, expected, is_delta=True)
-    torch.testing.assert_close((out, state[1]), (expected, expected_state[1]))
-    assert fallbacks.limits() == {"recurrent": "tokens"}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def made(
         else:
             raw = small_rows(type_name, count * rows, width, seed=index)
             weight = Grouped(type_name, count * rows, width, device)
-            load_stored(weight, 0, raw, torch.device(device))
+            load_stored(weight, 0, raw)
             floats = STORED[type_name].dequantised(raw).double()
         found[name] = Stacked(weight, None if bias is None else bias.to(device), rows)
         offset = torch.zeros(count * rows) if bias is None else bias

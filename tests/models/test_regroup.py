@@ -20,7 +20,7 @@ def test_tiles_become_the_same_numbers_on_a_gpu(type_name: str) -> None:
     on_host = Part(PartShape(type_name, 256), COLUMNS)
     on_host.load(0, raw)
     moved = Grouped(type_name, 256, COLUMNS, CPU)
-    load_stored(moved, 0, other, CPU)
+    load_stored(moved, 0, other)
     regroup(on_host.tiles_of(slice(128, 256)), moved, slice(64, 192))
     found = torch.empty(256, COLUMNS)
     dequantise(moved, 0, found)

@@ -36,7 +36,7 @@ from neo_desktop.engine.kernels.in_triton.quantised import (
 )
 from neo_desktop.engine.kernels.in_triton.recurrent import scan_state, short_convolution
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
-from neo_desktop.engine.kernels.in_triton.row_copy import look_up_rows, read_rows, write_rows
+from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
@@ -138,7 +138,6 @@ def copy(dtype: torch.dtype) -> None:
     slots, rows = empty(4, dtype=torch.int64), empty(2, 4, 8, 128, dtype=dtype)
     write_rows(rows[0], rows[1], cache, cache, slots)
     read_rows(rows[0], rows[1], cache, cache, slots)
-    look_up_rows(cache[0, 0], slots, rows[0, :, 0])
 
 
 def product(type_name: str, dtype: torch.dtype, count: int, *, rows: int = 14336) -> None:

@@ -28,7 +28,7 @@ def logits_of_all(
     state = State.empty(*of, Scratch.empty(*of))
     stages = stages or Stages(model, reduce=reduce)
     parts = torch.tensor(lengths or [len(token_ids)], device=device)
-    owners = torch.arange(len(parts), device=device).repeat_interleave(parts)
+    owners = torch.arange(len(parts), device=device).repeat_interleave(parts, output_size=len(token_ids))
     positions = torch.arange(len(token_ids), device=device) - (parts.cumsum(0) - parts)[owners]
     distance = positions[:, None] - positions
     are_apart = owners[:, None] != owners

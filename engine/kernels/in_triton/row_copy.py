@@ -1,4 +1,4 @@
-"""Copies of rows: of a layer's KV to and from the cache by slot, K and V in one launch; of embeddings."""
+"""Copies of a layer's KV rows to and from the cache by slot, K and V in one launch."""
 
 import triton
 import triton.language as tl
@@ -69,28 +69,3 @@ def _copy_rows(
     else:
         tl.store(k_row, tl.load(k_cache + cached, mask=in_row), mask=in_row)
         tl.store(v_row, tl.load(v_cache + cached, mask=in_row), mask=in_row)
-
-
-def look_up_rows(table: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Compute `models.operators.look_up_rows`."""
-    assert table.is_contiguous()
-    assert out.is_contiguous()
-    if not len(rows):
-        return
-    columns = table.shape[1]
-    _look_up[len(rows), triton.cdiv(columns, TILE)](
-        table, rows, out, COLUMNS=columns, TILE=TILE, num_warps=4, enable_fp_fusion=True
-    )
-
-
-@triton.jit
-def _look_up(table, rows, out, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + number).to(tl.int64)
-    offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_column = offsets < COLUMNS
-    tl.store(
-        out + number * COLUMNS + offsets,
-        tl.load(table + row * COLUMNS + offsets, mask=is_column),
-        mask=is_column,
-    )
