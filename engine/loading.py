@@ -234,7 +234,7 @@ def placed_form(
 def made(form: WeightFormat, make: Callable[..., Decoder]) -> Decoder:
     """Make a decoder in a weight format, after further tries if the system pins too little host memory.
 
-    Then experts stay, or else tables are in device memory, too.
+    Then experts stay, or else tables are also in device memory.
 
     Args:
         make: makes it, with the keyword `form`. All memory is taken before weights are read.

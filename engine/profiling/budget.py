@@ -218,7 +218,7 @@ class KVBudget:
         if kept is not None:
             kept = -(-kept // run) * run
         slots = num_slots(config, limits, room, token_bytes, kept if device in self._tiers else 0)
-        if slots and not any(tier.in_host_memory for tier in self._tiers):  # KV of all requests is there
+        if slots and not any(tier.in_host_memory for tier in self._tiers):  # the device has their KV
             chat = SLOTS_PER_REQUEST * config.state_bytes + chat_lengths(config)[0] * token_bytes
             slots = max(min(slots, SLOTS_PER_REQUEST * int(room // chat)), LEAST_SLOTS)
         return slots
