@@ -5,9 +5,9 @@
 
 If all weights fit beside the iteration and the KV of a usual chat, they are all resident. Otherwise plans
 compete that have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The plan with all weights
-competes as well if it has room for a little KV. The KV of longer chats is in host memory. The highest predicted speed
-wins, on average over chats of these lengths. A chat of 4,096 tokens must lose little. Then recurrent states
-get memory of further weights, as much as slows each chat little.
+competes as well if it has room for a little KV. The KV of longer chats is in host memory. The highest
+predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must lose little. Then
+recurrent states get memory of further weights, as much as slows each chat little.
 """
 
 from bisect import bisect_left
