@@ -3,11 +3,10 @@
     GPU memory                                                    host memory
     | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
 
-If all weights fit beside the iteration and the KV of a usual chat, they are all resident. Otherwise plans
-compete that have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The plan with all weights
-competes as well if it has room for a little KV. The KV of longer chats is in host memory. The highest
-predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must lose little. Then
-recurrent states get memory of further weights, as much as slows each chat little.
+If all weights fit beside the iteration and a little KV, they are all resident. Otherwise plans compete that
+have room on the GPU for the KV of 4,096 tokens, of 8,192, and so on. The KV of longer chats is in host
+memory. The highest predicted speed wins, on average over chats of these lengths. A chat of 4,096 tokens must
+lose little. Then recurrent states get memory of further weights, as much as slows each chat little.
 """
 
 from bisect import bisect_left
@@ -163,17 +162,17 @@ class _Memory:
 
     def best_plan(self) -> WeightPlan | None:
         """Return the best plan for chats, see above; None: all weights fit."""
-        if self._weights <= self._room(self._device_tokens[0]):
-            return None
-        plans = {tokens: self._beside(tokens) for tokens in self._device_tokens}
         if self._weights <= self._room(self._least_tokens):
-            plans[self._least_tokens] = self._planned(self._weights)
+            return None
+        plans = [self._beside(tokens) for tokens in self._device_tokens]
         # Plans with the speeds of chats. If host memory has room for none, the first one is refused later.
         found = [
-            (plan, self._speeds(plan, tokens)) for tokens, plan in plans.items() if self._host_room(plan) >= 0
+            (plan, self._speeds(plan, tokens))
+            for plan, tokens in zip(plans, self._device_tokens, strict=True)
+            if self._host_room(plan) >= 0
         ]
         if not found:
-            return next(iter(plans.values()))
+            return plans[0]
         best: list[float] = [max(speeds) for speeds in zip(*(speeds for _, speeds in found), strict=True)]
 
         def worth(speeds: Sequence[float]) -> float:
@@ -196,7 +195,8 @@ class _Memory:
             speeds: of the plan, see `_speeds`.
         """
         tokens = plan.device_tokens
-        if tokens is None or not self._config.state_bytes:
+        assert tokens is not None
+        if not self._config.state_bytes:
             return plan
 
         def is_too_much(slots: int) -> bool:
