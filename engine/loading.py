@@ -78,20 +78,6 @@ class LoadedModel:
 Planner = Callable[[ModelConfig, WeightFormat, torch.dtype, torch.device], WeightPlan | None]
 
 
-@dataclass(slots=True)
-class _LastPlan:
-    """A planner that keeps its last plan."""
-
-    planner: Planner
-    plan: WeightPlan | None = None
-
-    def __call__(
-        self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
-    ) -> WeightPlan | None:
-        self.plan = self.planner(config, form, dtype, device)
-        return self.plan
-
-
 def load(
     options: EngineOptions,
     progress: Progress | None = None,
@@ -116,7 +102,7 @@ def load(
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
     return_memory()
-    last = _LastPlan(plan or partial(_plan, options, rank))
+    plan = plan or partial(_plan, options, rank)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
     if options.weights_dtype == "exact":
@@ -130,12 +116,14 @@ def load(
         dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
             form: WeightFormat = DENSE if device.type == "cpu" else gpu_form(DENSE)
-            form = placed_form(form, config, dtype, device, last)
-            decoder = made(form, partial(random_model, config, dtype=dtype, device=device))
+            placed = plan(config, form, dtype, device)
+            decoder = made(
+                placed_form(form, placed, device), partial(random_model, config, dtype=dtype, device=device)
+            )
         check_weight_pages()
         name = f"{options.shape} (random weights)"
         return LoadedModel(
-            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=last.plan
+            name, config, decoder, ByteTokenizer(), streams, identity=options.shape, placed=placed
         )
 
     started_s = time.perf_counter()
@@ -161,7 +149,8 @@ def load(
 
     with streams.on_device():
         make = partial(load_model, checkpoint, whole, dtype=dtype, device=device, progress=loaded, rank=rank)
-        decoder = made(placed_form(form, config, dtype, device, last), make)
+        placed = plan(config, form, dtype, device)
+        decoder = made(placed_form(form, placed, device), make)
     check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -171,7 +160,7 @@ def load(
         Vision(checkpoint, whole, tokenizer) if isinstance(whole, TracedConfig) and not blindness else None
     )
     identity = identity_of(checkpoint, weights)
-    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, last.plan)
+    return LoadedModel(name, config, decoder, tokenizer, streams, vision, blindness, identity, placed)
 
 
 def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
@@ -207,15 +196,8 @@ def _plan(
     return plan
 
 
-def placed_form(
-    form: WeightFormat, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
-) -> WeightFormat:
-    """Return a weight format that keeps weights in host memory if they do not fit on the device.
-
-    Raises:
-        MemoryError: the weights do not fit in both together.
-    """
-    placed = plan(config, form, dtype, device)
+def placed_form(form: WeightFormat, placed: WeightPlan | None, device: torch.device) -> WeightFormat:
+    """Return a weight format that keeps weights in host memory as planned; None: all are on the device."""
     if placed is None:
         return form
     logger.info(

@@ -10,3 +10,9 @@ BLOCK_SIZE = 16  # tokens per block
 # Blocks of an aligned run, which is one contiguous page in host memory, see `HostLayer`. A run has as many
 # tokens as the CPU's attention kernel reads in one step.
 BLOCKS_PER_RUN = 4
+
+
+def in_whole_runs(tokens: int) -> int:
+    """Return the tokens of the runs that hold this many, the unit of allocation."""
+    run = BLOCK_SIZE * BLOCKS_PER_RUN
+    return -(-tokens // run) * run

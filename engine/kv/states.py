@@ -180,9 +180,7 @@ class StateCache:
             return
         if is_chunk:
             self._publish(slot, hashes, end)
-        elif self.has_spare(
-            1 + len(self._owned)
-        ):  # a mark stays; each request may be planned ahead beside it
+        elif self.has_spare(1 + len(self._owned)):  # each request may be planned ahead beside the mark
             self._drop_mark(owned)
             self._pool.share(slot)
             owned.mark = slot, hashes[end // self._block_size - 1]

@@ -23,7 +23,7 @@ from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKern
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
-from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN, in_whole_runs
 from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv.streamed import layers_of
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
@@ -213,10 +213,10 @@ class KVBudget:
                 on_device, _ = layers_of(config.num_layers)
                 room -= 2 * limits.max_batch_requests * token_bytes
                 room -= asked // BLOCK_SIZE * on_device * block_bytes(config, BLOCK_SIZE, self._dtype)
-        asked, run = self._asked[device], BLOCK_SIZE * BLOCKS_PER_RUN
+        asked = self._asked[device]
         kept = planned_tokens if asked is None else asked
         if kept is not None:
-            kept = -(-kept // run) * run
+            kept = in_whole_runs(kept)
         slots = num_slots(config, limits, room, token_bytes, kept if device in self._tiers else 0)
         if slots and not any(tier.in_host_memory for tier in self._tiers):  # the device has their KV
             chat = SLOTS_PER_REQUEST * config.state_bytes + chat_lengths(config)[0] * token_bytes
@@ -251,8 +251,7 @@ class KVBudget:
         far = available[host] if host not in self._tiers or asked is not None else available[host] // 2
         fitting = far // on_host if on_host else most
         if on_device:
-            runs = -(-(self._asked[device] or 0) // (BLOCKS_PER_RUN * BLOCK_SIZE))
-            others = runs * BLOCKS_PER_RUN * config.num_layers * layer_bytes
+            others = in_whole_runs(self._asked[device] or 0) // BLOCK_SIZE * config.num_layers * layer_bytes
             near = rest if asked is not None else min(int(rest * STREAMED_SHARE), rest - others)
             fitting = min(fitting, near // on_device)
             if self._bus_share is not None and on_host:

@@ -19,7 +19,7 @@ import torch
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import in_whole_runs
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.expert_places import move_budget
@@ -287,8 +287,7 @@ class _Memory:
 
     def _room(self, device_tokens: int, slots: int = 0) -> int:
         """Return the GPU memory for weights beside iterations, this KV, and at least `slots` for states."""
-        run = BLOCK_SIZE * BLOCKS_PER_RUN
-        kv = -(-device_tokens // run) * run * self._token_bytes
+        kv = in_whole_runs(device_tokens) * self._token_bytes
         if any(tier.is_streamed for tier in self._tiers) and not any(
             tier.host_attends for tier in self._tiers
         ):
