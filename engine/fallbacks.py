@@ -47,11 +47,10 @@ class Mechanism:
 
     def position(self, level: str) -> int:
         """Return the position of a level, 0 for the highest; raise ValueError if it is unknown."""
-        for index, each in enumerate(self.levels):
-            if each.name == level:
-                return index
-        names = ", ".join(each.name for each in self.levels)
-        raise ValueError(f"{self.name} has no level {level!r}; choose one of: {names}")
+        names = [each.name for each in self.levels]
+        if level not in names:
+            raise ValueError(f"{self.name} has no level {level!r}; choose one of: {', '.join(names)}")
+        return names.index(level)
 
 
 def _kernel(name: str, title: str) -> Mechanism:
@@ -206,24 +205,23 @@ class Fallbacks:
             reason: a clause for users, like "the driver refused ...".
             is_told: users know already; do not log.
         """
-        has_changed = self._lower(mechanism, level, reason)
-        if has_changed and not is_told:
-            _warn([mechanism], level, reason)
-        return has_changed
+        return self.limit_all([mechanism], level, reason, is_told=is_told)
 
-    def _lower(self, mechanism: str, level: str, reason: str) -> bool:
-        position = MECHANISMS[mechanism].position(level)
-        with self._lock:
-            if self._state(mechanism)[0] >= position:
-                return False
-            self._lowered[mechanism] = position, reason
-            self._changes += 1
-        return True
-
-    def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
+    def limit_all(self, names: Iterable[str], level: str, reason: str, *, is_told: bool = False) -> bool:
         """Limit several mechanisms; log one line about the changed ones."""
-        if changed := [name for name in mechanisms if self._lower(name, level, reason)]:
-            _warn(changed, level, reason)
+        changed: list[Mechanism] = []
+        for mechanism in map(MECHANISMS.__getitem__, names):
+            position = mechanism.position(level)
+            with self._lock:
+                if self._state(mechanism.name)[0] < position:
+                    self._lowered[mechanism.name] = position, reason
+                    self._changes += 1
+                    changed.append(mechanism)
+        if changed and not is_told:
+            titles = "; ".join(each.title for each in changed)
+            what = changed[0].levels[changed[0].position(level)].what
+            logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
+        return bool(changed)
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Fall back by one level; return False if no lower level exists."""
@@ -273,13 +271,6 @@ class Fallbacks:
     def limits(self) -> Mapping[str, str]:
         """Return `mechanism -> level` for mechanisms below their highest level."""
         return {name: self.level(name) for name, (position, _) in self._lowered.items() if position}
-
-
-def _warn(mechanisms: Sequence[str], level: str, reason: str) -> None:
-    chosen = [MECHANISMS[name] for name in mechanisms]
-    what = chosen[0].levels[chosen[0].position(level)].what
-    titles = "; ".join(each.title for each in chosen)
-    logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
 
 
 @cache
