@@ -4,10 +4,10 @@ Types made for every request in every iteration are named tuples: immutable like
 twice as fast to make.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,6 @@ FloatArray = NDArray[np.float32]
 UNKNOWN_TOKEN = -1  # placeholder in a plan for a token that the previous, unfinished iteration will choose
 
 
-class TokenMask(Protocol):
-    """Tokens that may come next."""
-
-    def allowed_tokens(self) -> bytes:
-        """Return one bit per token, see `GrammarState.allowed_tokens`."""
-
-
 class SamplingInput(NamedTuple):
     """Input of the sampler for one token."""
 
@@ -38,7 +31,7 @@ class SamplingInput(NamedTuple):
     position: int  # index of the chosen token in prompt + output
     prompt_token_ids: IntView  # without duplicates; empty unless a penalty needs them
     output_token_ids: IntView  # in order; empty unless a penalty needs them
-    grammar: TokenMask | None = None  # allowed tokens; None: all
+    allowed_tokens: Callable[[], bytes] | None = None  # see `GrammarState.allowed_tokens`; None: all
 
 
 class DraftRow(NamedTuple):

@@ -187,6 +187,7 @@ class Request(RequestState):
 
     def sampling_input(self) -> SamplingInput:
         forced = None if self._budget is None else self._budget.mask()
+        allowed = None if self._grammar is None else self._grammar.allowed_tokens
         return SamplingInput(
             self.params,
             self._seed,
@@ -194,7 +195,7 @@ class Request(RequestState):
             self.num_tokens,
             self._distinct_prompt,
             self._output.view() if self._has_penalties else NO_TOKENS,
-            forced or self._grammar,
+            allowed if forced is None else lambda: forced,
         )
 
     def draft_rows(self, draft: Sequence[int]) -> list[DraftRow]:
@@ -212,7 +213,8 @@ class Request(RequestState):
             if self._has_penalties:
                 output = np.append(output, np.int32(token_id))
             grammar = after
-            last = last._replace(position=last.position + 1, output_token_ids=output, grammar=grammar)
+            allowed = None if grammar is None else grammar.allowed_tokens
+            last = last._replace(position=last.position + 1, output_token_ids=output, allowed_tokens=allowed)
             rows.append(DraftRow(token_id, last))
         return rows
 
