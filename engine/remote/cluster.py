@@ -19,7 +19,7 @@ from typing import Any
 
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.trust import SECRET_VARIABLE, read_secret
-from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.remote.worker import AttentionWorker
 
 HEAD_PORT = 6379  # Ray's own default
 RESOURCE = "neo_desktop_worker"  # a computer that offers itself has one
@@ -48,8 +48,7 @@ class AttentionActor:
 
         listener = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=16)
         self._address: tuple[str, int] = listener.getsockname()[:2]
-        limits = WorkerLimits(int(os.environ[MEMORY_VARIABLE]))
-        self._worker = AttentionWorker(listener, read_secret(None), limits)
+        self._worker = AttentionWorker(listener, read_secret(None), int(os.environ[MEMORY_VARIABLE]))
         threading.Thread(target=self._worker.serve, name="attention worker", daemon=True).start()
 
     def address(self) -> tuple[str, int]:
