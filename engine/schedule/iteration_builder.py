@@ -14,7 +14,7 @@ from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 from neo_desktop.engine.schedule.partition import Partition
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
-from neo_desktop.engine.schedule.streamed import hidden
+from neo_desktop.engine.schedule.streamed import num_hidden
 
 TIMEOUT = 128  # iterations that a host decode waits before it joins at any cost
 
@@ -132,14 +132,14 @@ class IterationBuilder(Generic[R]):
         num_starved = bisect_right(streamed, -TIMEOUT, key=lambda request: -request.iterations_waited)
         last_block = {id(r): queues.kv.last_block(r.request_id) for r in streamed}
         streamed[num_starved:] = sorted(streamed[num_starved:], key=lambda r: last_block[id(r)])
-        decodes = [(queues.tier_of(r), r.num_tokens) for r in streamed]
-        positions = set(hidden(builder, decodes, num_starved))
-        more = HostQueue(decodes).decodes(sorted(positions))
+        queue = HostQueue([(queues.tier_of(r), r.num_tokens) for r in streamed])
+        num_joining = num_hidden(builder, queue, num_starved)
+        more = queue.decodes(range(num_joining))
         if not num_starved and not self._policy.streams(builder, more):
             return
         builder.shape = builder.shape.plus(more)
-        self._decodes += [request for i, request in enumerate(streamed) if i in positions]
-        self._streamed = [request for i, request in enumerate(streamed) if i not in positions]
+        self._decodes += streamed[:num_joining]
+        self._streamed = streamed[num_joining:]
 
     def decision(self) -> Decision[R]:
         """Let the policy assign the host's decodes to sub-batches; return the iteration."""
