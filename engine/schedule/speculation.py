@@ -23,9 +23,11 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, predict
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.schedule.draft_rates import TRIED_ROWS, WORTHWHILE, DraftRates
 from neo_desktop.engine.schedule.draft_rows import (
+    TRIED_ROWS,
+    WORTHWHILE,
     Candidate,
+    DraftRates,
     candidates_of,
     decodes_of,
     most_tokens,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import predict
 from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.schedule.draft_rates import DraftRates
 from neo_desktop.engine.schedule.draft_rows import (
+    DraftRates,
     candidates_of,
     decodes_of,
     most_tokens,
