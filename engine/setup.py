@@ -139,7 +139,8 @@ def cost_model_of(
     if tables is None:
         return None
     if parts.workers is not None:
-        tables = tables.with_attention(*measured_workers(storage, decoder))
+        attention, networks = measured_workers(storage, decoder)
+        tables = replace(tables, attention={**tables.attention, **attention}, networks=networks)
     return CorrectedCostModel.of(tables)
 
 
