@@ -18,7 +18,7 @@ from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.cost_model import Curve, MemoryShares
 from neo_desktop.engine.predict.offloaded_matmul import Rates
-from neo_desktop.engine.profiling.offload import OffloadTimer
+from neo_desktop.engine.profiling.offload import round_trip_s
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.native.relay import RelayStalledError
@@ -128,8 +128,9 @@ def _offload_ms(device: torch.device) -> float:
     """Return the time to copy few inputs to the CPU and its outputs back, with the signals of iterations."""
 
     def least_ms(*, in_graph: bool) -> float:
-        with closing(OffloadTimer(device, open_backend(Streams(device)), in_graph=in_graph)) as offload:
-            return 1e3 * min(offload.seconds(HANDED_BYTES) for _ in range(_REPEATS))
+        with closing(open_backend(Streams(device))) as backend:
+            trips = (round_trip_s(device, backend, HANDED_BYTES, in_graph=in_graph) for _ in range(_REPEATS))
+            return 1e3 * min(trips)
 
     if device.type == "cuda" and fallbacks.level("graphs") == "host-flags":
         try:
