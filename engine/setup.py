@@ -45,7 +45,7 @@ from neo_desktop.engine.profiling.budget import (
 )
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
-from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.profiling.warm_up import Gauge, warm_up
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.remote.cluster import Cluster, check_ray
@@ -244,8 +244,7 @@ def take_memory(
         native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
         if any(tier.is_streamed for tier in tiers):
             bus_share = measured_bus_share(decoder.device)
-        gauge = TorchGauge(decoder.device)
-        iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, gauge)
+        iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, Gauge(decoder.device))
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
     if member is not None:
         member.join(decoder.dtype, decoder.device)
