@@ -20,7 +20,6 @@ from neo_desktop.engine.drafting import Drafting
 from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.loading import open_model
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
@@ -189,7 +188,7 @@ def test_a_draft_model_leaves_the_gpu_if_weights_would_have_to_leave_it(
     """A draft model on the GPU leaves 6 GiB of a limit of 8 for the model."""
     caps = {"gpu_memory_gib": 8.0, "cpu_memory_gib": 4.0}
     options = EngineOptions(model=models.large, draft_model=models.small, **caps)
-    drafting = Drafting(options, open_model(models.large))
+    drafting = Drafting(options, open_checkpoint(models.large))
     free, places, split = FreeMemory(64 * GIB, 20 * GIB), [], WeightPlan({}, 1, 1)
     monkeypatch.setattr(FreeMemory, "now", lambda device: free)
 
