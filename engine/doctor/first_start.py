@@ -45,7 +45,7 @@ def check_at_first_start(
         verdict = _check(subject, key, progress, child)
     if verdict is not None:
         verdict.apply(fallbacks)
-        for lost in verdict.lost:
+        if (lost := next(iter(verdict.lost), None)) is not None:
             raise RuntimeError(
                 f"a check on this computer fails at every fallback level ({lost.title}: {lost.reason}): "
                 "neo-desktop doctor --refresh checks again, --device cpu avoids the GPU, "

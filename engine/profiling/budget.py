@@ -23,7 +23,7 @@ from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKern
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
-from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN, in_whole_runs
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, full_runs, in_whole_runs
 from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv.streamed import layers_of
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
@@ -179,7 +179,7 @@ class KVBudget:
                 continue
             dtype = self.dtype_of(tier)
             bytes_per_block = self._config.num_layers * block_bytes(self._config, BLOCK_SIZE, dtype)
-            fitting = _whole_runs(bytes_ // bytes_per_block) * BLOCK_SIZE
+            fitting = full_runs(bytes_ // bytes_per_block) * BLOCK_SIZE
             asked = self._asked[tier]
             if asked is not None and asked > fitting:
                 needed = asked * bytes_per_block / BLOCK_SIZE
@@ -256,8 +256,8 @@ class KVBudget:
             fitting = min(fitting, near // on_device)
             if self._bus_share is not None and on_host:
                 most = min(most, int(self._bus_share * (self._weight_bytes + rest) / on_host))
-        fitting = max(_whole_runs(fitting), 0)
-        blocks = min(fitting, _whole_runs(most)) if asked is None else asked // BLOCK_SIZE
+        fitting = max(full_runs(fitting), 0)
+        blocks = min(fitting, full_runs(most)) if asked is None else asked // BLOCK_SIZE
         if blocks > fitting:
             raise MemoryError(
                 f"a {streamed.title} of {asked} tokens needs {blocks * on_device / 1e9:.2f} GB of GPU "
@@ -308,10 +308,6 @@ def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
 def cpu_cache_dtype(options: EngineOptions) -> torch.dtype | None:
     """Return the dtype of KV in the CPU-cache; None: the model's own, lossless."""
     return torch.int8 if options.cpu_cache_dtype == "int8" else None
-
-
-def _whole_runs(num_blocks: int) -> int:
-    return num_blocks // BLOCKS_PER_RUN * BLOCKS_PER_RUN
 
 
 def activation_bytes(

@@ -36,15 +36,6 @@ class Decision(Generic[R]):
     drafts: Mapping[str, Sequence[DraftRow]] = field(default_factory=dict)  # request ID -> rows to verify
 
 
-@dataclass(slots=True)
-class Admission:
-    """Results of admissions that later iterations need."""
-
-    refused: tuple[int, ...] | None = None  # cache key of the last admission the policy refused
-    # True if a request waits for a prefix that another request computes.
-    waits_for_prompt: bool = False
-
-
 class IterationBuilder(Generic[R]):
     """Collects the requests of one iteration; starts with all decodes, which must have blocks.
 
@@ -59,11 +50,9 @@ class IterationBuilder(Generic[R]):
         policy: Policy,
         new_builder: Callable[[dict[KVTier, Decodes]], BatchBuilder],
         max_tokens: int,
-        admission: Admission,
     ) -> None:
         self._queues = queues
         self._policy = policy
-        self._admission = admission
         self._decodes: list[R] = []  # attended by the device
         self._unfinished: list[R] = []  # running requests with prompt tokens left
         self._chunks: list[tuple[R, int]] = []  # of prompts, running and new
@@ -183,28 +172,28 @@ class IterationBuilder(Generic[R]):
 
     def _admit(self, request: R) -> bool:
         """Admit the longest-waiting request to the first tier that has room."""
-        queues, builder, admission = self._queues, self.builder, self._admission
+        queues, builder = self._queues, self.builder
         builder.num_waiting = len(queues.waiting)
         builder.num_on_host = queues.num_on_host
         best = queues.tiers[0]
         if self._admit_to(best):
             return True
-        if admission.waits_for_prompt:
+        if queues.waits_for_prompt:
             return False
         others = queues.less_preferred
         if request.num_tokens < queues.kv.capacity_tokens(best):  # it can wait
             state = request.arrival, queues.num_running, len(builder.queue), len(builder.chunks)
-            if state == admission.refused:
+            if state == queues.refused:
                 return False
             others = [tier for tier in others if self._policy.admits(builder, tier, request.num_tokens)]
-            admission.refused = None if others else state
+            queues.refused = None if others else state
         return any(self._admit_to(tier) for tier in others)
 
     def _admit_to(self, tier: KVTier) -> bool:
         """Admit to this tier, unless another request is computing the prefix there or in an earlier tier."""
-        admission = self._admission
-        admission.waits_for_prompt = admission.waits_for_prompt or self._queues.is_mostly_coming(tier)
-        return not admission.waits_for_prompt and self._queues.admit(tier)
+        queues = self._queues
+        queues.waits_for_prompt = queues.waits_for_prompt or queues.is_mostly_coming(tier)
+        return not queues.waits_for_prompt and queues.admit(tier)
 
     def _new_async(self, requests: Iterable[R], partition: Partition) -> list[R]:
         """Return the decodes that become async decodes, spread evenly over the layers."""

@@ -51,6 +51,8 @@ class RequestQueues(Generic[R]):
         self.copies: list[BlockCopy] = []  # block copies for the next iteration
         self.moved: list[R] = []  # requests moved by `copies`
         self._moving: list[R] = []  # requests whose block copies run in the current iteration
+        self.refused: tuple[int, ...] | None = None  # cache key of the last admission the policy refused
+        self.waits_for_prompt = False  # True if a request waits for a prefix that another request computes
         self.async_groups: AsyncGroups[R] = AsyncGroups(num_layers)
         self.counters = SchedulerCounters()
 
@@ -108,9 +110,6 @@ class RequestQueues(Generic[R]):
         return sorted(
             self.tiers[1:], key=lambda tier: 1 + self.kv.num_used_blocks(tier) if tier.is_remote else 0
         )
-
-    def add(self, request: R) -> None:
-        self.waiting.append(request)
 
     def tier_of(self, request: R) -> KVTier:
         return self.kv.tier_of(request.request_id)
