@@ -204,7 +204,6 @@ class IterationPlan:
 
     @property
     def all_sequences(self) -> Iterator[ScheduledSequence]:
-        """All sequences, the async ones last."""
         return chain(self.sequences, self.async_sequences)
 
 

@@ -132,7 +132,6 @@ class Engine(Iterations):
         Args:
             cost_model: of the scheduler; None: measured on this computer at the first start with this model,
                 and cached on disk.
-            progress: reports the progress of loading and profiling.
         """
         # Before loading, find out what works here.
         device = choose_device(options.device)

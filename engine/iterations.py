@@ -25,9 +25,7 @@ class Iterations:
     """Runs the scheduler's plans; single-threaded. `Engine` adds requests and views.
 
     Args:
-        executor: computes; closed and dropped by `close`.
-        cost_model: learns from each iteration.
-        notes: for live views.
+        executor: closed and dropped by `close`.
         reserve: manages host memory; None: caches keep their size.
         disk: keeps blocks that leave the caches; None: they are lost.
     """

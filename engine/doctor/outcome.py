@@ -59,7 +59,6 @@ class Outcome:
 
     @property
     def is_ok(self) -> bool:
-        """True if the check succeeded."""
         return self.result is Result.OK
 
     @property

@@ -31,12 +31,10 @@ class Verdict:
 
     @property
     def has_begun(self) -> bool:
-        """True if at least one check ran."""
         return any(outcome.name != "start" for outcome in self.outcomes)
 
     @property
     def failed(self) -> list[Outcome]:
-        """The checks that failed."""
         return [outcome for outcome in self.outcomes if outcome.has_failed]
 
     @property

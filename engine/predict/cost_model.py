@@ -275,7 +275,6 @@ class TableCostModel:
         return self.head(rows) * self.correction.device
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `from_json`."""
         return {"version": FILE_VERSION} | {each.name: _plain(getattr(self, each.name)) for each in _saved()}
 
     @classmethod

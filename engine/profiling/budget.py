@@ -192,7 +192,6 @@ class KVBudget:
 
     @property
     def most_requests(self) -> int:
-        """The number of requests that may run at the same time."""
         most = self._limits.max_batch_requests
         return min(most, self.num_states // SLOTS_PER_REQUEST) if self.num_states else most
 
@@ -224,7 +223,6 @@ class KVBudget:
         return slots
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
-        """Return the dtype of KV in a tier."""
         return (cpu_cache_dtype(self._options) if tier.host_attends else None) or self._dtype
 
     def _take_streamed(self, streamed: KVTier, available: dict[KVTier, int]) -> int:

@@ -63,7 +63,7 @@ class IterationTimer:
     request. A small pool stands in for a pool that the policy lacks.
 
     Args:
-        streams: CUDA streams for the decoder's device; None: the whole device.
+        streams: None: the whole device.
         build: makes a model runner; None: `build_executor`.
     """
 

@@ -25,7 +25,6 @@ class OffloadChain:
     """A program of round trips: q, k and v to the CPU, an output back.
 
     Args:
-        device: the model's.
         heads: query heads, KV heads and head dimension.
         length: number of round trips.
         pause: delays the device before each trip.
@@ -111,7 +110,6 @@ def round_trip_s(device: torch.device, backend: Backend, nbytes: int, *, in_grap
     """Return the seconds of one round trip with `nbytes` each way, without the attention itself.
 
     Args:
-        device: the model's.
         in_graph: see `OffloadChain.run`.
 
     Raises:

@@ -156,5 +156,4 @@ class BatchBuilder:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Prompt tokens in the batch."""
         return sum(chunk.tokens for chunk in self.chunks)

@@ -119,7 +119,6 @@ class DraftRates:
         return Counter(index for _, index, _ in rows[:count]), best_rate
 
     def relative_time(self, shape: IterationShape, with_drafts: IterationShape) -> float:
-        """Return the time of an iteration with drafts over its time without."""
         return self.times.corrected(num_tokens_of(shape), self.guess(shape, with_drafts))
 
     def guess(self, shape: IterationShape, with_drafts: IterationShape) -> float:

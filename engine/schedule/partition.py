@@ -41,7 +41,6 @@ class Partition:
 
     @property
     def num_async(self) -> int:
-        """Async decodes in all tiers."""
         return sum(requests for requests, _ in self.shape.async_decodes.values())
 
 

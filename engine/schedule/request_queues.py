@@ -57,7 +57,6 @@ class RequestQueues(Generic[R]):
         self.counters = SchedulerCounters()
 
     def __iter__(self) -> Iterator[R]:
-        """Yield all requests."""
         return chain(self.waiting, *self.running.values())
 
     @property
@@ -82,12 +81,10 @@ class RequestQueues(Generic[R]):
 
     @property
     def placed(self) -> list[tuple[KVTier, R]]:
-        """Running requests with their tiers."""
         return [(tier, request) for tier, requests in self.running.items() for request in requests]
 
     @property
     def num_running_at(self) -> dict[KVTier, int]:
-        """Number of running requests per KV tier."""
         return {tier: len(requests) for tier, requests in self.running.items()}
 
     @property

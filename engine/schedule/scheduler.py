@@ -103,7 +103,6 @@ class Scheduler(Generic[R]):
         self._ahead = None  # otherwise the request would miss the next iteration
 
     def remove(self, request: R) -> None:
-        """Remove a finished request and free its blocks."""
         self._has_removed = True
         self.queues.remove(request)
         self._workload_stats.end()

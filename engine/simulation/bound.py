@@ -52,7 +52,6 @@ class Work:
 
     @classmethod
     def of(cls, requests: Sequence[WorkloadRequest]) -> Self:
-        """Return the work of complete requests."""
         return cls(
             linear_tokens=sum(r.prompt_tokens + r.output_tokens - 1 for r in requests),
             outputs=sum(r.output_tokens for r in requests),
@@ -122,7 +121,6 @@ def least_ms(
     """Return the minimum time of the work.
 
     Args:
-        cost: the tables.
         room: at least one cache is not empty.
         smallest_cpu_share: lower limit of x, see the module docstring.
         largest_cpu_share: upper limit of x; (0, 0) for gpu-only, (1, 1) for fastdecode.
@@ -142,7 +140,6 @@ class Bound:
     """The bound for one workload on one machine.
 
     Args:
-        cost: the tables.
         requests: arrival times are ignored, because waiting only makes a run longer.
         room: at least one cache is not empty.
     """
