@@ -155,28 +155,20 @@ class Fallbacks:
     """Levels of the mechanisms; thread-safe.
 
     Args:
-        forced: `mechanism -> level`; ValueError: one of them is unknown.
+        environment: NEO_DESKTOP_LEVEL_… variables force levels; ValueError: one of them is unknown.
     """
 
-    def __init__(self, forced: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
         self._lowered: dict[str, tuple[int, str]] = {}  # mechanism -> position of its level, and the reason
         self._changes = 0
-        for name, level in (forced or {}).items():
+        for given, level in (environment or {}).items():
+            if not given.startswith(VARIABLE_PREFIX) or not level:
+                continue
+            name = given.removeprefix(VARIABLE_PREFIX).lower()
             if name not in MECHANISMS:
                 raise ValueError(f"unknown mechanism {name!r}; choose one of: {', '.join(MECHANISMS)}")
             self._lowered[name] = MECHANISMS[name].position(level), f"{variable(name)} asks for it"
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "Fallbacks":
-        """Make fallbacks from NEO_DESKTOP_LEVEL_… variables; raises the constructor's errors."""
-        return cls(
-            {
-                name.removeprefix(VARIABLE_PREFIX).lower(): level
-                for name, level in environment.items()
-                if name.startswith(VARIABLE_PREFIX) and level
-            }
-        )
 
     def level(self, mechanism: str) -> str:
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name
@@ -287,5 +279,5 @@ def variable(mechanism: str) -> str:
     return VARIABLE_PREFIX + mechanism.upper()
 
 
-fallbacks = Fallbacks.from_environment(os.environ)  # the process's
+fallbacks = Fallbacks(os.environ)  # the process's
 native.follow_isa(lambda: fallbacks.level("isa"))

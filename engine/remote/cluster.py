@@ -6,6 +6,7 @@ peers with a token derived from the secret.
 """
 
 import hmac
+import json
 import os
 import socket
 import subprocess
@@ -137,10 +138,9 @@ def start_node(
     *options: str, resources: Mapping[str, int], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Start the process that joins this computer to a cluster; SIGTERM ends it."""
-    stated = "{" + ", ".join(f'"{name}": {count}' for name, count in resources.items()) + "}"
     command = (sys.executable, *_START, f"--object-store-memory={MIN_STORE_BYTES}", *options)
     return subprocess.Popen(
-        (*command, f"--resources={stated}"),
+        (*command, f"--resources={json.dumps(resources)}"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | dict(env),

@@ -214,12 +214,8 @@ class IterationBuilder(Generic[R]):
         return new_async
 
     def _decodes_of(self, requests: Iterable[R]) -> Mapping[KVTier, Decodes]:
-        decodes: dict[KVTier, Decodes] = {}
-        for request in requests:
-            tier = self._queues.tier_of(request)
-            count, context_tokens = decodes.get(tier, (0, 0))
-            decodes[tier] = Decodes(count + 1, context_tokens + request.num_tokens)
-        return decodes
+        queue = HostQueue([(self._queues.tier_of(request), request.num_tokens) for request in requests])
+        return queue.decodes(range(len(queue)))
 
 
 def _iterations_waited(item: tuple[KVTier, RequestState]) -> int:

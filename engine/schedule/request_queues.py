@@ -185,12 +185,24 @@ class RequestQueues(Generic[R]):
         oldest = (running[0] for other in others if (running := self.running[other]))
         return min(oldest, key=attrgetter("arrival"), default=None)
 
-    def promote(self, request: R, tier: KVTier) -> bool:
-        """Move a request to a more preferred tier if one free block per running request remains there.
+    def move(self, request: R, tier: KVTier) -> bool:
+        """Move a request to another tier if one free block per running request remains there.
 
         Admission requires the same. The request then stays for at least `block_size` iterations.
         """
-        return self._move(request, tier, reserve_blocks=len(self.running[tier]))
+        source = self.tier_of(request)
+        if source.host_attends and tier.host_attends:
+            return False  # a copy has the device at one end
+        hashes, reserve_blocks = request.block_hashes(self.kv.block_size), len(self.running[tier])
+        copies = self.kv.move(request.request_id, tier, request.num_tokens, hashes, reserve_blocks)
+        if copies is None:
+            return False
+        self.running[source].remove(request)
+        insort(self.running[tier], request, key=attrgetter("arrival"))
+        self.copies.extend(copies)
+        self.moved.append(request)
+        self.counters.num_moves += 1
+        return True
 
     def may_have_room(self, request: R) -> bool:
         """Return False if no tier has room for a waiting request; True is a quick, optimistic guess."""
@@ -282,24 +294,9 @@ class RequestQueues(Generic[R]):
         for other in (self.tiers[0], *self.less_preferred):
             if other == tier or (other != self.tiers[0] and not may_spill(victim, other)):
                 continue
-            if self._move(victim, other, reserve_blocks=len(self.running[other])):
+            if self.move(victim, other):
                 return
         self._preempt(victim)
-
-    def _move(self, request: R, tier: KVTier, reserve_blocks: int) -> bool:
-        source = self.tier_of(request)
-        if source.host_attends and tier.host_attends:
-            return False  # a copy has the device at one end
-        hashes = request.block_hashes(self.kv.block_size)
-        copies = self.kv.move(request.request_id, tier, request.num_tokens, hashes, reserve_blocks)
-        if copies is None:
-            return False
-        self.running[source].remove(request)
-        insort(self.running[tier], request, key=attrgetter("arrival"))
-        self.copies.extend(copies)
-        self.moved.append(request)
-        self.counters.num_moves += 1
-        return True
 
     def _preempt(self, request: R) -> None:
         """Free a request's blocks and put it back into the waiting queue, in order of arrival."""

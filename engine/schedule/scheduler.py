@@ -363,14 +363,14 @@ class Scheduler(Generic[R]):
         layer_ms, num_tokens = self._cost.linear_ms(self.queues.num_running), 0
         while not num_tokens or self._cost.transfer_ms(num_tokens) < layer_ms:
             request = self.queues.next_to_promote(best)
-            if request is None or not self.queues.promote(request, best):
+            if request is None or not self.queues.move(request, best):
                 break
             num_tokens += request.num_tokens
         for tier in others:
             if tier.is_streamed and not self.queues.copies:
                 request = self.queues.next_to_promote(tier)
                 if request is not None and self._policy.admits(self._builder({}), tier, request.num_tokens):
-                    self.queues.promote(request, tier)
+                    self.queues.move(request, tier)
 
     def _builder(self, decodes: dict[KVTier, Decodes]) -> BatchBuilder:
         """Return a batch builder with these decodes, which the device attends for."""
