@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -18,7 +17,7 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline
-from neo_desktop.engine.generate import Completion, new_requests, one_per_prompt
+from neo_desktop.engine.generate import Completion, new_requests
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -294,7 +293,10 @@ class Engine(Iterations):
             ValueError: a prompt or a setting cannot be used; nothing runs then.
             EngineError: the engine had to give up a request.
         """
-        each = one_per_prompt(params or SamplingParams(), len(prompts))
+        params = params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise ValueError(f"got {len(prompts)} prompts but {len(each)} sampling params")
         return [Completion.of(outputs) for outputs in self.run(prompts, each)]
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
@@ -392,7 +394,5 @@ class Engine(Iterations):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

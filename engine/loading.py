@@ -113,7 +113,7 @@ def load(
         fallbacks.limit("quantised", "exact", "weights_dtype 'exact' asks for it", is_told=True)
     if options.shape is not None:
         config = config_of_rank(published_shape(options.shape), rank)
-        dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
+        dtype = choose_dtype(options.dtype, config, device, host_memory().available_bytes // rank.count)
         with streams.on_device():
             form: WeightFormat = DENSE if device.type == "cpu" else gpu_form(DENSE)
             placed = plan(config, form, dtype, device)
@@ -140,7 +140,9 @@ def load(
     tokenizer = checkpoint.tokenizer()
     stored = stored_form(weights, config)
     form = kept_form(stored, options, device, config)
-    dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
+    dtype = choose_dtype(
+        asked_dtype(options), config, device, host_memory().available_bytes // rank.count, form
+    )
     if device.type == "cuda" and isinstance(stored, StoredForm) and fallbacks.level("quantised") == "torch":
         _tell_of_no_kernels(stored, form, config, dtype)
 
@@ -171,11 +173,6 @@ def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
         files.add(checkpoint.tower.path)
     stats = ((file.name, file.stat()) for file in sorted(files))
     return repr([(name, status.st_size, status.st_mtime_ns) for name, status in stats])
-
-
-def available_bytes(rank: Rank) -> int:
-    """Return this rank's share of the free host memory."""
-    return host_memory().available_bytes // rank.count
 
 
 def _plan(
