@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, weight_bytes
+from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, mapped_bytes, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.options import BUILTIN, EngineOptions
@@ -275,6 +274,11 @@ def choose_device(name: str) -> torch.device:
         )
     limit_kernels()
     return torch.device("cuda")
+
+
+def gpu_form(form: Dense) -> Dense:
+    """Return a format with kernels for packed matrices; tables are in host memory if that is pinned."""
+    return form.on_gpu(dispatch, mapped_bytes if fallbacks.level("host_memory") == "pinned" else None)
 
 
 def kept_form(
