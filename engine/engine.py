@@ -348,7 +348,7 @@ class Engine(Iterations):
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
             num_running=queues.num_running,
-            num_running_at=queues.num_running_at,
+            num_running_at={tier: len(requests) for tier, requests in queues.running.items()},
             num_waiting=len(queues.waiting),
             num_iterations=self.num_started,
             **counters,

@@ -36,13 +36,7 @@ from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import prompt_ms
-from neo_desktop.engine.profiling.budget import (
-    FreeMemory,
-    KVBudget,
-    cache_tokens_of,
-    cpu_cache_dtype,
-    limits_of,
-)
+from neo_desktop.engine.profiling.budget import FreeMemory, KVBudget, cache_tokens_of, limits_of
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import Gauge, warm_up
@@ -93,7 +87,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
     """
     tiers = get_policy(options.policy).tiers
-    if cpu_cache_dtype(options) is not None and not any(tier.host_attends for tier in tiers):
+    if options.cpu_cache_dtype != "auto" and not any(tier.host_attends for tier in tiers):
         raise ValueError(f"cpu_cache_dtype is {options.cpu_cache_dtype}, but this policy has no CPU-cache")
     for tier, tokens in cache_tokens_of(options).items():
         if tokens and tier not in tiers:

@@ -223,7 +223,8 @@ class KVBudget:
         return slots
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
-        return (cpu_cache_dtype(self._options) if tier.host_attends else None) or self._dtype
+        is_int8 = tier.host_attends and self._options.cpu_cache_dtype == "int8"
+        return torch.int8 if is_int8 else self._dtype
 
     def _take_streamed(self, streamed: KVTier, available: dict[KVTier, int]) -> int:
         """Return the blocks of streamed KV, and deduct their memory from the other tiers.
@@ -301,11 +302,6 @@ class KVBudget:
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
     """Return `tier -> requested tokens`, of options like `gpu_cache_tokens`; None: as many as fit."""
     return {tier: getattr(options, f"{tier.label}_cache_tokens") for tier in ALL_TIERS}
-
-
-def cpu_cache_dtype(options: EngineOptions) -> torch.dtype | None:
-    """Return the dtype of KV in the CPU-cache; None: the model's own, lossless."""
-    return torch.int8 if options.cpu_cache_dtype == "int8" else None
 
 
 def activation_bytes(

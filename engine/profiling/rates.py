@@ -73,7 +73,10 @@ def measured_memory_shares(device: torch.device) -> MemoryShares:
     while reader.is_alive() or not copied:
         copied.append(COPY_BYTES / copy())
     reader.join()
-    return shares_of(alone, (statistics.median(copied), read[0]))
+    # The memory's bandwidth is the sum of the rates together. A user's share is its rate alone, relative to
+    # that sum. If the two do not disturb each other, the shares add up to at most 1.
+    most = max(statistics.median(copied) + read[0], *alone)
+    return MemoryShares(*(rate / most for rate in alone))
 
 
 @cache
@@ -112,16 +115,6 @@ def measured_duplex(streams: Streams) -> float:
         return _least_s(copy, streams.device)
 
     return min(max(least_s(ways) / max(least_s([way]) for way in ways), 1.0), 2.0)
-
-
-def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
-    """Return the bandwidth shares of copies and reads, from their rates alone and together.
-
-    The memory's bandwidth is the sum of the rates together. A user's share is its rate alone, relative to
-    that sum. If the two do not disturb each other, the shares add up to at most 1.
-    """
-    most = max(sum(together), *alone)
-    return MemoryShares(*(rate / most for rate in alone))
 
 
 def _offload_ms(device: torch.device) -> float:

@@ -84,10 +84,6 @@ class RequestQueues(Generic[R]):
         return [(tier, request) for tier, requests in self.running.items() for request in requests]
 
     @property
-    def num_running_at(self) -> dict[KVTier, int]:
-        return {tier: len(requests) for tier, requests in self.running.items()}
-
-    @property
     def max_context_tokens(self) -> int:
         """The longest context that some tier can hold alone."""
         return max(self.kv.capacity_tokens(tier) for tier in self.tiers)

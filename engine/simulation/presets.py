@@ -33,9 +33,10 @@ def _gpu(
     **shares: float,
 ) -> GpuPreset:
     if isinstance(bus, tuple):
-        generation, lanes = bus
-        bus = lanes * _LANE_BYTES_PER_S[generation] / GB
-    if (reached := fitted.card_shares(name)) is not None:
+        pcie, lanes = bus
+        bus = lanes * _LANE_BYTES_PER_S[pcie] / GB
+    if (generation := fitted.generation(name)) is not None:
+        reached = fitted.CARDS[generation]
         shares = {
             "streaming_share": reached.streaming,
             "attention_share": reached.attention,
