@@ -88,11 +88,13 @@ def stage_grids(
     """
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     most_context = min(config.max_context_tokens, capacity(NEAR))
-    chunks = _first_chunk_grid(most_context, tokens)
-    longest = 0 if has_splits else max(point.x for point in chunks.points)
+    chunks = _ordinary(_sizes(2, max(min(tokens, most_context), 2)))  # a single token would be a decode
+    longest = 0 if has_splits else chunks[-1]
     linear = [x for x in _sizes(1, tokens) if x <= requests or x > longest]
     grids = {
-        Stage.FIRST_CHUNK_ATTENTION: chunks,
+        Stage.FIRST_CHUNK_ATTENTION: _grid(
+            [Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in chunks], chunks, chunks
+        ),
         Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(most_context, tokens),
         Stage.LINEAR: _line(Stage.LINEAR, linear),
         Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, capacity, config, requests),
@@ -130,12 +132,6 @@ def _decode_grid(stage: Stage, capacity: Capacity, config: ModelConfig, most_req
         if x * y <= most_tokens or (x in requests[:2] and y in contexts[:2])
     ]
     return _grid(points, requests, contexts)
-
-
-def _first_chunk_grid(most_context: int, most_tokens: int) -> Grid:
-    """Return tokens of a chunk; a single token would be a decode."""
-    sizes = _ordinary(_sizes(2, max(min(most_tokens, most_context), 2)))
-    return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
 
 
 def _later_chunk_grid(most_context: int, most_tokens: int) -> Grid:
