@@ -83,9 +83,6 @@ class DrafterExecutor:
 class Drafting:
     """The draft model of an engine.
 
-    Args:
-        model: the model's checkpoint.
-
     Raises:
         ModelError: it cannot be used, or its vocabulary differs from the model's.
     """

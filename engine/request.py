@@ -100,8 +100,6 @@ class Request(RequestState):
         choice: index among the n outputs of the prompt.
         seed: with `choice` and a token's position, determines the random number for that token.
         max_context_tokens: limit on prompt and output together.
-        grammar: initial grammar state of the output.
-        budget: of its thoughts.
         block_hashes: known hashes of the prompt's full blocks.
         images: rows of the prompt that come from images.
         predicted_token_ids: a text that the output probably resembles; a source of drafts.

@@ -27,9 +27,6 @@ def check_at_first_start(
 
     On a GPU the checks run now unless a verdict exists. On a CPU only `neo-desktop doctor` runs them.
 
-    Args:
-        child: the command of the child process.
-
     Returns:
         The new or stored verdict; None: unknown.
 

@@ -161,12 +161,7 @@ class IterationTimer:
         return found
 
     def measure_shares(self, max_rows: int, seconds: float) -> None:
-        """Find and set the best division of offloaded matrices, then of experts in host memory.
-
-        Args:
-            max_rows: of a matmul.
-            seconds: approximate duration.
-        """
+        """Find and set the best division of offloaded matrices, then of experts in host memory."""
         decoder, names = self._decoder, _undecided_shares(self._decoder)
         for name in names:
 

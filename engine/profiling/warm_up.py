@@ -38,11 +38,7 @@ NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # per tier; all requests share them, because th
 
 
 class Gauge:
-    """Reads torch's allocator, which serves all memory of an iteration.
-
-    Args:
-        device: a GPU.
-    """
+    """Reads torch's allocator, which serves all memory of an iteration."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

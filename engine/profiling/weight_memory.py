@@ -331,10 +331,6 @@ def check_weights_fit(
 ) -> None:
     """Check that the weights fit, before they are loaded.
 
-    Args:
-        free: at that time.
-        form: of the matrices.
-
     Raises:
         MemoryError: the weights exceed the free memory or the cap.
     """

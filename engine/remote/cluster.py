@@ -61,7 +61,6 @@ class Cluster:
 
     Args:
         num_workers: requested workers, which may join later.
-        secret: the workers'.
 
     Raises:
         RuntimeError: Ray does not start.

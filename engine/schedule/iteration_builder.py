@@ -41,7 +41,6 @@ class IterationBuilder(Generic[R]):
 
     Args:
         new_builder: makes a builder of a batch with the given decodes, which the device attends for.
-        max_tokens: of the iteration.
     """
 
     def __init__(
@@ -89,12 +88,7 @@ class IterationBuilder(Generic[R]):
         return not self.builder.shape.tokens and not self._queue
 
     def join_chunks(self, may_admit: bool, max_running: int) -> None:
-        """Step 3: add chunks of running prompts, then of waiting ones.
-
-        Args:
-            may_admit: admit waiting requests.
-            max_running: limit on running requests.
-        """
+        """Step 3: add chunks of running prompts, then of waiting ones."""
         queues, builder = self._queues, self.builder
         self._unfinished.sort(key=attrgetter("arrival"))
         may_admit = may_admit and bool(queues.waiting) and queues.may_have_room(queues.waiting[0])

@@ -140,11 +140,7 @@ class Speculation:
     def widened(
         self, decision: Decision[Request], queues: RequestQueues[Request], max_tokens: int
     ) -> Decision[Request]:
-        """Return a decision with the drafts that raise the predicted rate most.
-
-        Args:
-            max_tokens: limit on tokens of the iteration.
-        """
+        """Return a decision with the drafts that raise the predicted rate most."""
         shape, batches = decodes_of(decision.shape), list(decision.shape.batches)
         num_decodes = num_tokens_of(shape)
         num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_decodes)

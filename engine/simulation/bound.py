@@ -65,11 +65,7 @@ class Work:
 
 
 class LeastTimes:
-    """Minimum times per unit of work in the tables, from which bounds are made.
-
-    Args:
-        longest_prompt: in tokens.
-    """
+    """Minimum times per unit of work in the tables, from which bounds are made."""
 
     def __init__(self, cost: TableCostModel, longest_prompt: int) -> None:
         layers = cost.num_layers

@@ -39,11 +39,7 @@ class SimulatedDrafts:
     def widened(
         self, decision: Decision[R], queues: RequestQueues[R], max_tokens: int
     ) -> tuple[Decision[R], Mapping[R, int]]:
-        """Return a decision with drafts, and their widths by request.
-
-        Args:
-            max_tokens: limit on tokens of the iteration.
-        """
+        """Return a decision with drafts, and their widths by request."""
         shape, batches = decodes_of(decision.shape), list(decision.shape.batches)
         num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_tokens_of(shape))
         able = candidates_of(decision, queues, lambda request: True)
