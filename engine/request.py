@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -91,6 +91,9 @@ class RequestState:
     def chunk_of(self, num_tokens: int) -> int:
         """Return the tokens of the next chunk, about `num_tokens`, that cut no image."""
         return num_tokens
+
+
+R = TypeVar("R", bound=RequestState)
 
 
 class Request(RequestState):

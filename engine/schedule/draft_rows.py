@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes, rounded_size
@@ -16,8 +16,6 @@ MAX_WIDTH = 8  # tokens of a draft
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts
 LEAST_ROW = 0.005  # least time of a row, relative to an iteration
-
-R = TypeVar("R", bound=RequestState)
 
 
 class Candidate(NamedTuple, Generic[R]):

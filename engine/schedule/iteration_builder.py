@@ -4,12 +4,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, DraftRow, IterationTiming
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, IterationShape, joined, predict
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 from neo_desktop.engine.schedule.partition import Partition
 from neo_desktop.engine.schedule.policies import Policy
@@ -17,8 +17,6 @@ from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.streamed import num_hidden
 
 TIMEOUT = 128  # iterations that a host decode waits before it joins at any cost
-
-R = TypeVar("R", bound=RequestState)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import Decodes
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R
 from neo_desktop.engine.schedule.async_groups import AsyncGroups
-
-R = TypeVar("R", bound=RequestState)
 
 
 @dataclass(slots=True)

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import ZERO, TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
+from neo_desktop.engine.request import FinishReason, R, Request, RequestOutput
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
 from neo_desktop.engine.schedule.iteration_builder import Decision, IterationBuilder
 from neo_desktop.engine.schedule.plans import Scheduled, can_plan_ahead, plan_of, without_ended
@@ -25,8 +25,6 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 MOST_WAITS = 16  # iterations without an async step before async decodes in flight are restarted
 BUDGET_GROWTH = 1 + 1 / 32  # per iteration, after an iteration failed for lack of device memory
 MOST_SHRINKS = 32  # many more than halvings down to a single token need
-
-R = TypeVar("R", bound=RequestState)
 
 
 class Scheduler(Generic[R]):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import predict
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.draft_rows import (
     DraftRates,
     candidates_of,
@@ -16,7 +16,7 @@ from neo_desktop.engine.schedule.draft_rows import (
     with_blocks,
 )
 from neo_desktop.engine.schedule.iteration_builder import Decision
-from neo_desktop.engine.schedule.request_queues import R, RequestQueues
+from neo_desktop.engine.schedule.request_queues import RequestQueues
 
 
 class SimulatedDrafts:
