@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
-from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
+from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
 from neo_desktop.engine.fallbacks import Fallbacks
 from neo_desktop.engine.profiling.profile_cache import model_key, processors_key
 from neo_desktop.models.config import ModelConfig
@@ -30,10 +30,6 @@ class Verdict:
     checked_at: str  # UTC
 
     @property
-    def has_begun(self) -> bool:
-        return any(outcome.name != "start" for outcome in self.outcomes)
-
-    @property
     def failed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.has_failed]
 
@@ -46,11 +42,6 @@ class Verdict:
         missed = (outcome for outcome in self.outcomes if outcome.result is Result.NO_MEMORY)
         return all(self.is_quick and outcome.needs_model for outcome in missed)
 
-    @property
-    def lost(self) -> list[Outcome]:
-        """Mechanisms that fail at every level, as the outcome of the lowest level."""
-        return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
-
     def apply(self, fallbacks: Fallbacks) -> None:
         """Limit the fallbacks to working levels; log one line per mechanism changed."""
         for limit in limits_of(self.outcomes):
@@ -61,7 +52,7 @@ class Verdict:
             "key": dict(self.key),
             "checked_at": self.checked_at,
             "is_quick": self.is_quick,
-            "outcomes": [outcome.to_json() for outcome in self.outcomes],
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
 
 
@@ -109,5 +100,6 @@ def read_verdict(key: Key) -> Verdict | None:
 
 def keep(verdict: Verdict) -> None:
     """Save a verdict, unless the next start may find out more."""
-    if verdict.has_begun and verdict.is_complete:
+    has_begun = any(outcome.name != "start" for outcome in verdict.outcomes)
+    if has_begun and verdict.is_complete:
         write_json(verdict_path(verdict.key), verdict.to_json(), CANNOT_KEEP)
