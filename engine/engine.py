@@ -47,7 +47,6 @@ from neo_desktop.engine.setup import (
     set_up,
 )
 from neo_desktop.engine.stats import EngineStats
-from neo_desktop.models.config import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +85,8 @@ class Engine(Iterations):
         # Thread-safe. Callers compile before they add a request, so that compilation delays no iteration.
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
+        self.note = model.streams.note  # for the user, about the GPU partition
+        self.sampling_defaults = model.config.generation  # that the model's authors recommend
         self.vision, self.blindness = model.vision, model.blindness
         self._decoder = model.decoder
         self._kv_cache = kv_cache
@@ -202,16 +203,6 @@ class Engine(Iterations):
             )
             engine._resources = resources.pop_all()
             return engine
-
-    @property
-    def sampling_defaults(self) -> GenerationDefaults:
-        """Sampling parameters that the model's authors recommend."""
-        return self.config.generation
-
-    @property
-    def note(self) -> str | None:
-        """A note for the user about the GPU partition."""
-        return self.streams.note
 
     @property
     def gpu_bytes(self) -> int:

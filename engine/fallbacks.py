@@ -161,7 +161,7 @@ class Fallbacks:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
         self._lowered: dict[str, tuple[int, str]] = {}  # mechanism -> position of its level, and the reason
-        self._changes = 0
+        self.changes = 0  # so far: rebuild objects that depend on levels when it has grown
         for given, level in (environment or {}).items():
             if not given.startswith(VARIABLE_PREFIX) or not level:
                 continue
@@ -207,7 +207,7 @@ class Fallbacks:
             with self._lock:
                 if self._state(mechanism.name)[0] < position:
                     self._lowered[mechanism.name] = position, reason
-                    self._changes += 1
+                    self.changes += 1
                     changed.append(mechanism)
         if changed and not is_told:
             titles = "; ".join(each.title for each in changed)
@@ -235,7 +235,7 @@ class Fallbacks:
         finally:
             with self._lock:
                 self._lowered = before
-                self._changes += 1
+                self.changes += 1
 
     def put(self, levels: Mapping[str, str]) -> None:
         """Use these levels from now on, higher or lower than before."""
@@ -243,12 +243,7 @@ class Fallbacks:
         states = {name: (MECHANISMS[name].position(level), reason) for name, level in levels.items()}
         with self._lock:
             self._lowered |= states
-            self._changes += 1
-
-    @property
-    def changes(self) -> int:
-        """Number of changes so far; rebuild objects that depend on levels when it has grown."""
-        return self._changes
+            self.changes += 1
 
     def states(self) -> Sequence[FallbackState]:
         return [
