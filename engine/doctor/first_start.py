@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from neo_desktop.engine.doctor.outcome import Outcome, Result, unserved
+from neo_desktop.engine.doctor.outcome import Outcome, Result
 from neo_desktop.engine.doctor.trials import CHILD, Subject, run_selfchecks
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_key
 from neo_desktop.engine.fallbacks import fallbacks
@@ -42,8 +42,7 @@ def check_at_first_start(
         verdict = _check(subject, key, progress, child)
     if verdict is not None:
         verdict.apply(fallbacks)
-        lost = next((each for each in unserved(verdict.outcomes) if each.mechanism is not None), None)
-        if lost is not None:
+        if (lost := next(iter(verdict.lost), None)) is not None:
             raise RuntimeError(
                 f"a check on this computer fails at every fallback level ({lost.title}: {lost.reason}): "
                 "neo-desktop doctor --refresh checks again, --device cpu avoids the GPU, "

@@ -11,7 +11,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
-from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
+from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.fallbacks import Fallbacks
 from neo_desktop.engine.profiling.profile_cache import model_key, processors_key
 from neo_desktop.models.config import ModelConfig
@@ -28,6 +28,15 @@ class Verdict:
     outcomes: tuple[Outcome, ...]
     is_quick: bool
     checked_at: str  # UTC
+
+    @property
+    def has_begun(self) -> bool:
+        return any(outcome.name != "start" for outcome in self.outcomes)
+
+    @property
+    def lost(self) -> list[Outcome]:
+        """Mechanisms that fail at every level, as the outcome of the lowest level."""
+        return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
 
     @property
     def failed(self) -> list[Outcome]:
@@ -100,6 +109,5 @@ def read_verdict(key: Key) -> Verdict | None:
 
 def keep(verdict: Verdict) -> None:
     """Save a verdict, unless the next start may find out more."""
-    has_begun = any(outcome.name != "start" for outcome in verdict.outcomes)
-    if has_begun and verdict.is_complete:
+    if verdict.has_begun and verdict.is_complete:
         write_json(verdict_path(verdict.key), verdict.to_json(), CANNOT_KEEP)
