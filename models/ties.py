@@ -8,7 +8,7 @@ import torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.matrices import EMBEDDING, HEAD
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.traced.config import TracedConfig, untied
+from neo_desktop.models.traced.config import TracedConfig, with_source
 
 _ROWS = 4096  # compared at once
 _EQUAL: dict[tuple[object, ...], bool] = {}  # results of comparisons
@@ -45,5 +45,5 @@ def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
 def without_ties(config: ModelConfig, names: Mapping[str, str]) -> ModelConfig:
     """Return a configuration in which some pairs of `ties_of` are separate weights."""
     if isinstance(config, TracedConfig):
-        return untied(config, tuple(sorted(names)))
+        return with_source(config, untied=tuple(sorted(names)))
     return replace(config, tie_word_embeddings=False)

@@ -21,7 +21,7 @@ from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.matrices import Matrix
-from neo_desktop.models.traced.config import TracedConfig, of_prediction, traced_config
+from neo_desktop.models.traced.config import TracedConfig, traced_config, with_source
 from neo_desktop.models.traced.sizes import Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
@@ -96,7 +96,7 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower 
 
 def read_prediction(files: Sequence[GGUFFile], config: TracedConfig) -> TracedConfig:
     """Return the configuration of the layer of multi-token prediction; `config`: of the model."""
-    own = of_prediction(config)
+    own = with_source(config, predicts="layer")
     return _without_mixed_types(own, tensor_names(files, own).quantised(files))
 
 

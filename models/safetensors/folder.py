@@ -21,7 +21,7 @@ from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.traced.config import TracedConfig, of_prediction, read_config
+from neo_desktop.models.traced.config import TracedConfig, read_config, with_source
 from neo_desktop.models.traced.predicting import parameters_of_layer
 from neo_desktop.models.weights import Weights
 
@@ -101,7 +101,7 @@ class SafetensorsFolder:
             config: of the model.
             tensors: of its layers of multi-token prediction.
         """
-        own = of_prediction(config)
+        own = with_source(config, predicts="layer")
         return own, Weights(self.path, "config.json", parameters_of_layer(tensors, own.of_model.parameters))
 
 
