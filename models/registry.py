@@ -22,12 +22,11 @@ from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.ties import ties_of
 from neo_desktop.models.traced.assistant import Pairing, pairing
 from neo_desktop.models.traced.config import TracedConfig, is_assistant, of_assistant
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.sizes import Source
-from neo_desktop.models.weights import BytesRead, Weights, named_weights
+from neo_desktop.models.weights import BytesRead, Weights, named_weights, ties_of
 
 logger = logging.getLogger(__name__)
 

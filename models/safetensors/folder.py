@@ -19,11 +19,10 @@ from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import TracedConfig, read_config, with_source
 from neo_desktop.models.traced.predicting import parameters_of_layer
-from neo_desktop.models.weights import Weights
+from neo_desktop.models.weights import Weights, ties_of
 
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of a number; others have one
 MAX_HEADER_BYTES = 8 << 20  # headers of 1,024 layers in one file have less than 2 MB
