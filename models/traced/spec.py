@@ -154,11 +154,6 @@ def _without_change(rope_type: Any) -> Any:
     return "default" if rope_type in _CHANGING else rope_type
 
 
-def has_long_factors(module: Any) -> bool:
-    """Return True for LongRoPE in each layer."""
-    return getattr(module, "rope_type", None) == LONG
-
-
 def _most_tokens(config: Any, *, is_long: bool) -> int | None:
     """Return the most tokens with unchanged RoPE frequencies; None: no limit."""
     text = config.get_text_config()
@@ -245,7 +240,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
     head = None if is_tied else replace(_matrix([last], names), name="head")
-    moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
+    moe_layers = tuple(mixed(*call, names, index) for index, call in enumerate(calls.experts))
     latents = tuple(latent_sizes(module, names, index) for index, module in enumerate(calls.latents))
     for name in (
         *(name for moe in moe_layers for name in (moe.gate_up, moe.down)),
@@ -348,14 +343,6 @@ def _check_groups(calls: Calls, shape: HeadShape) -> None:
     heads = calls.attention[0].heads
     if heads % shape.kv_heads:
         raise CannotCutError(f"{heads} heads cannot share {shape.kv_heads} key-value heads")
-
-
-def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (module, name, parameter); shared parameters several times."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name, parameter
 
 
 def _described(source: Source, config: Any) -> dict[str, Any]:
