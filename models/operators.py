@@ -35,51 +35,32 @@ class Store(NamedTuple):
 
 
 class Operators(Protocol):
-    """Operators between the matmuls: this module, or the engine's kernels."""
+    """Operators between the matmuls: this module, whose functions describe them, or the engine's kernels."""
 
     @property
-    def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]:
-        """Residual addition and RMSNorm."""
-
+    def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]: ...
     @property
-    def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]:
-        """RoPE without a cache."""
-
+    def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]: ...
     @property
     def rope_append(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]:
-        """RoPE; keys and values go to the cache."""
-
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]: ...
     @property
-    def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
-        """Copy of rotated keys and values to the cache."""
-
+    def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]: ...
     @property
-    def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
-        """SwiGLU's activation."""
-
+    def silu_mul(self) -> Callable[[Tensor, Tensor], None]: ...
     @property
-    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]:
-        """The most probable tokens."""
-
+    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]: ...
     @property
-    def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
-        """Routing, see `expert_operators.choose_experts`."""
-
+    def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]: ...
     @property
     def multiply_experts(
         self,
-    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]:
-        """Routed experts, see `expert_operators.multiply_experts`."""
-
+    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]: ...
     @property
-    def scan_state(self) -> Callable[..., None]:
-        """Linear attention and state-space models, see `recurrent.scan_state`."""
-
+    def scan_state(self) -> Callable[..., None]: ...
     @property
-    def short_convolution(self) -> Callable[..., None]:
-        """Short convolutions, see `recurrent.short_convolution`."""
+    def short_convolution(self) -> Callable[..., None]: ...
 
 
 def rotation(
