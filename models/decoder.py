@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import FINAL_NORM, ModelConfig
-from neo_desktop.models.expert_slots import expert_slots
+from neo_desktop.models.expert_slots import LayerSlots, expert_slots
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
@@ -129,6 +129,10 @@ class Decoder:
         for _, names in groupby(of_experts, lambda name: name.partition(".")[0]):
             of_layer = [self.matrices[name] for name in names]
             yield of_layer[0], of_layer[-2], of_layer[-1]
+
+    def slots_of(self, gate: Linear) -> LayerSlots | None:
+        """Return the slots of the layer with these gates; None: its experts do not move."""
+        return None if self.expert_slots is None else self.expert_slots.of(gate)
 
     def _gather(self) -> None:
         """Gather the layers' weights."""

@@ -1,6 +1,6 @@
 """The buffers of a sub-batch that stages read and write, allocated once."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,12 +41,10 @@ class Scratch:
         def room(width: int) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)
 
-        scratch = cls(room(config.hidden_size), room(2 * intermediate), room(intermediate))
-        experts = config.experts
-        if experts is None:
-            return scratch
-        sizes = experts.count, experts.per_token, experts.intermediate_size, config.hidden_size
-        return replace(scratch, experts=ExpertScratch.empty(rows, *sizes, dtype, device))
+        hidden, experts = config.hidden_size, None
+        if config.experts is not None:
+            experts = ExpertScratch.empty(rows, config.experts, hidden, dtype, device)
+        return cls(room(hidden), room(2 * intermediate), room(intermediate), experts)
 
     def first(self, rows: int) -> "Scratch":
         """Return views of the first rows."""
@@ -75,11 +73,7 @@ class State:
     def empty(
         cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
     ) -> "State":
-        """Allocate uninitialised memory for `rows` tokens.
-
-        Args:
-            scratch: of at least as many rows.
-        """
+        """Allocate uninitialised memory for `rows` tokens; `scratch`: of at least as many."""
 
         def room(*shape: int, of: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, *shape, dtype=of, device=device)

@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.expert_operators import ExpertScratch, gated
-from neo_desktop.models.expert_slots import LayerSlots
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
-from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators
@@ -24,7 +23,6 @@ def mixed(module: Any, per_token: int, names: Mapping[int, str], index: int) -> 
 
     Args:
         names: id of a parameter -> its name.
-        index: of the layer, among those with experts.
 
     Raise CannotCutError if the experts are not supported.
     """
@@ -92,12 +90,11 @@ def parts_of_stacks(moe_layers: Sequence[Mixed], tensors: dict[str, StoredTensor
 class ExpertsProduct(nn.Module):
     """Routed experts; see `capture.experts`."""
 
-    def __init__(
-        self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators, slots: LayerSlots | None
-    ) -> None:
+    def __init__(self, of_layer: Mixed, decoder: Decoder, operators: Operators) -> None:
         super().__init__()
-        gate, up, down = matrices if len(matrices) == 3 else (matrices[0], *matrices)
-        self.moe = MoE((gate, up, down), of_layer.config, operators, slots=slots)
+        *gate_up, down = (decoder.matrices[fused.name] for fused in of_layer.matrices)
+        matrices, slots = (gate_up[0], gate_up[-1], down), decoder.slots_of(gate_up[0])
+        self.moe = MoE(matrices, of_layer.config, operators, slots=slots)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch | None) -> Tensor:
         """Return the results; `room` receives the choice, None: it is allocated."""
