@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from neo_desktop.native import Columns
+from neo_desktop.native import Columns, Step
 
 ROWS = 5  # rows in tensors of addresses; differs from every size of a model
 # An address is buffer * _BUFFER + row * _ROW + column.
@@ -116,19 +116,8 @@ def with_addresses(value: Any) -> Any:
     return tree_map(lambda each: each.at if isinstance(each, Value) else each, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A copy of groups of columns to other columns."""
-
-    source: Columns
-    first: int  # target of the first group
-    stride: int  # distance between targets of groups
-    length: int
-    groups: int
-
-
-def moves_of(row: Tensor) -> list[Move]:
-    """Return moves that copy addresses [width] to columns 0 to width; few, but not always the fewest."""
+def moves_of(row: Tensor, into: Columns) -> list[Step]:
+    """Return steps that copy the numbers at addresses [width] to columns; few, but not always the fewest."""
     breaks = [0, *(torch.nonzero(row.diff() != 1).flatten() + 1).tolist(), len(row)]
     runs = [(first, int(row[first]), last - first) for first, last in pairwise(breaks)]
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -137,7 +126,8 @@ def moves_of(row: Tensor) -> list[Move]:
     moves = []
     for (buffer, length), runs_alike in alike.items():
         for (first, column), (to, stride), count in _progressions(runs_alike, length):
-            moves.append(Move(Columns(buffer, column, stride), first, to, length, count))
+            source, target = Columns(buffer, column, stride), Columns(into.buffer, into.first + first, to)
+            moves.append(Step("copy", (source,), target, length, groups=count))
     return moves
 
 

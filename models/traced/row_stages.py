@@ -221,9 +221,7 @@ class RowBuffers:
 
     def move(self, row: Tensor, into: Columns) -> None:
         """Copy the numbers at addresses [width] to columns."""
-        moves = moves_of(row)
+        moves = moves_of(row, into)
         if len(moves) > _MOST_MOVES:
             raise NotRowsError("numbers scattered over too many places")
-        for move in moves:
-            to = Columns(into.buffer, into.first + move.first, move.stride)
-            self.steps.append(Step("copy", (move.source,), to, move.length, groups=move.groups))
+        self.steps += moves
