@@ -91,7 +91,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     Args:
         x: [tokens, hidden], contiguous, as are residual and out. out may be x.
         weight: [hidden]
-        eps: of the RMSNorm.
     """
     residual.add_(x)
     torch.mul(torch.rms_norm(residual, residual.shape[-1:], eps=eps), weight, out=out)
@@ -130,7 +129,6 @@ def rope_append(
         k_cache: [num_blocks, block_size, kv_heads, head_dim], in qkv's dtype; v_cache has the same shape and
             strides. Only the dimensions of a head must be contiguous.
         qk_norm: [heads + kv_heads, head_dim], contiguous: weights of an RMSNorm per head before the rotation.
-        eps: of the RMSNorm.
     """
     rope(qkv, cos, sin, k_cache.shape[2], qk_norm, eps)
     append(qkv, slots, k_cache, v_cache)
@@ -144,11 +142,7 @@ def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None
 
 
 def choose_tokens(logits: Tensor, out: Tensor) -> None:
-    """Write each row's most probable token to `out` [rows] int64, or `NO_TOKEN`.
-
-    Args:
-        logits: [rows, vocab]
-    """
+    """Write the most probable tokens of logits [rows, vocab] to `out` [rows] int64, or `NO_TOKEN`."""
     largest, tokens = logits.max(dim=-1)
     out.copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 

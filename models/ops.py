@@ -99,13 +99,7 @@ class Op:
 
 
 def matmul(name: str, linear: Linear, x: str, out: str) -> Op:
-    """Return `out = x @ weight.T + bias`.
-
-    Args:
-        name: one of `TURN`.
-        x: name of the input in a state.
-        out: name of the output.
-    """
+    """Return `out = x @ weight.T + bias`; x and out are names in a state, and `name` is one of `TURN`."""
     input_of, output_of = attrgetter(x), attrgetter(out)
 
     def run(state: State, _: Store | None) -> None:
@@ -143,11 +137,7 @@ def gate(operators: Operators, width: int) -> Op:
 
 
 def rotate(operators: Operators, config: ModelConfig, norm: Tensor | None) -> Op:
-    """Return RoPE of queries and keys, which stores keys and values in a cache if there is one.
-
-    Args:
-        norm: of queries and keys, see `operators.rope_append`.
-    """
+    """Return RoPE of queries and keys, which stores keys and values in a cache if there is one."""
     eps, width = config.rms_norm_eps, config.head_dim
 
     def run(state: State, store: Store | None) -> None:

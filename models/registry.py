@@ -81,7 +81,6 @@ def open_prediction(
     """Return the configuration and weights of a model's layer of multi-token prediction.
 
     Args:
-        config: of the model.
         tensors: `Weights.predicting` of the checked model.
 
     Raises ModelError if the layer cannot be used.
@@ -109,10 +108,7 @@ def assistant_folder(path: Path) -> SafetensorsFolder | None:
 def open_assistant(
     checkpoint: SafetensorsFolder, config: ModelConfig
 ) -> tuple[TracedConfig, Weights, Pairing]:
-    """Return the configuration and weights of an assistant, and its place beside a model.
-
-    Args:
-        config: of the model.
+    """Return the configuration and weights of an assistant, and its place beside the model of `config`.
 
     Raises ModelError if it cannot be used, or was made for another model.
     """

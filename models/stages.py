@@ -56,7 +56,6 @@ class Stages:
     """The stages of a decoder.
 
     Args:
-        decoder: has the weights.
         operators: between matmuls; None: native kernels on a CPU, torch's operators elsewhere.
         reduce: all-reduce for a decoder that is one rank's part; None: the decoder is whole.
         has_head: this part has the head.
@@ -122,8 +121,7 @@ class Stages:
     def advance(self, index: int, state: State, store: Store | None = None) -> None:
         """Compute a stage, whose input is the attention's output in `state.attention`.
 
-        Args:
-            store: destination of the layer's keys and values; None: they stay in the state.
+        Without a store, the layer's keys and values stay in the state.
         """
         is_native = self._parts and store is None and state.rows <= MAX_ROWS
         for part in self._parts[index] if is_native else self._ops[index]:
@@ -205,11 +203,7 @@ class Stages:
         self._operators.choose_tokens(logits, out)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
-        """Write scores [m, vocab] of the next token to `out`, and return them.
-
-        Args:
-            normed: [m, hidden], from `final_norm`.
-        """
+        """Write scores [m, vocab] of the next token to `out`, and return them; normed: from `final_norm`."""
         return self.decoder.lm_head.multiply(normed, out)
 
 

@@ -45,9 +45,6 @@ _SAMPLING = {
 def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower | None = None) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
 
-    Args:
-        tower: the model reads images with it, by the code of transformers.
-
     Raise ModelError if an entry is missing or out of range. Raise UnsupportedModelError if an architecture,
     entry or tensor is unknown, or transformers is missing or cannot cut the model into stages.
     """

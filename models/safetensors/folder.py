@@ -94,12 +94,7 @@ class SafetensorsFolder:
     def prediction(
         self, config: TracedConfig, tensors: Mapping[str, StoredTensor]
     ) -> tuple[TracedConfig, Weights]:
-        """Return the configuration and tensors of the model's first layer of multi-token prediction.
-
-        Args:
-            config: of the model.
-            tensors: of its layers of multi-token prediction.
-        """
+        """Return the configuration and tensors of the model's first layer of multi-token prediction."""
         own = with_source(config, predicts="layer")
         return own, Weights(self.path, "config.json", parameters_of_layer(tensors, own.of_model.parameters))
 

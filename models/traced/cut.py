@@ -39,11 +39,7 @@ class Cut:
 
 
 def cut(exported: Exported, dtype: torch.dtype) -> Cut:
-    """Cut a graph.
-
-    Args:
-        exported: the graph.
-        dtype: of values that may cross a cut.
+    """Cut a graph; values of a dtype may cross.
 
     Raises:
         CannotCutError: the graph is not a sequence of attentions.
@@ -141,7 +137,6 @@ def _minimum(
         sources: nodes that must be before the cut.
         attends: the attention at the cut, which belongs to neither side; None: no attention.
         following: the first node that must be after the cut, as all later ones.
-        dtype: of values that may cross.
     """
     import networkx  # noqa: PLC0415 - rarely needed
 

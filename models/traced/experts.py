@@ -19,10 +19,7 @@ from neo_desktop.models.traced.sizes import Mixed
 
 
 def mixed(module: Any, per_token: int, names: Mapping[int, str], index: int) -> Mixed:
-    """Return the sizes of a layer's experts.
-
-    Args:
-        names: id of a parameter -> its name.
+    """Return the sizes of a layer's experts, from the names of parameters by id.
 
     Raise CannotCutError if the experts are not supported.
     """

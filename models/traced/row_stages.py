@@ -77,12 +77,7 @@ class _Buffers(NamedTuple):
 
 
 class RowStage:
-    """A stage of row programs and calls.
-
-    Args:
-        buffers: every buffer; the first are given, see `state`.
-        parts: in order.
-    """
+    """A stage of row programs and calls; the first buffers are given, see `state`."""
 
     def __init__(self, buffers: Sequence[Buffer], parts: Sequence[Sequence[Step] | Call]) -> None:
         users = defaultdict[int, set[int]](set)  # buffer -> parts
@@ -139,11 +134,7 @@ def _places(part: Sequence[Step] | Call) -> list[Columns]:
 
 
 class RowBuffers:
-    """Row buffers, and the steps and calls over them so far; only new buffers are written.
-
-    Args:
-        buffers: given ones, see `state`.
-    """
+    """Given buffers (see `state`) and new ones, with their steps and calls; only new ones are written."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         self.buffers = buffers
