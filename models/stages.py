@@ -38,10 +38,9 @@ from neo_desktop.models.ops import (
     gate,
     matmul,
     rotate,
-    row_parts,
+    row_stage,
 )
 from neo_desktop.models.state import State
-from neo_desktop.native import RowProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,9 @@ class Stages:
         self._moe_layers = moe_layers(decoder, self._operators)  # by layer
         self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
-        self._parts = [row_parts(ops, self.config, decoder.dtype) for ops in self._ops] if is_native else []
+        rows = [row_stage(ops, self.config, decoder.dtype) for ops in self._ops] if is_native else []
+        self._rows = {index: stage for index, stage in enumerate(rows) if stage is not None}
+        """Stage index -> its row programs."""
 
     @property
     def is_part(self) -> bool:
@@ -123,12 +124,11 @@ class Stages:
 
         Without a store, the layer's keys and values stay in the state.
         """
-        is_native = self._parts and store is None and state.rows <= MAX_ROWS
-        for part in self._parts[index] if is_native else self._ops[index]:
-            if isinstance(part, RowProgram):
-                part.run(state.seen_by_native())
-            else:
-                part.run(state, store)
+        if index in self._rows and store is None and state.rows <= MAX_ROWS:
+            self._rows[index].run(state, None)
+            return
+        for op in self._ops[index]:
+            op.run(state, store)
 
     def steps(self, index: int, state: State, store: Store | None = None) -> Iterator[Step]:
         """Yield the operations of `advance`, cut at those that the engine carries out itself.

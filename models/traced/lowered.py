@@ -16,12 +16,15 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import MoE
-from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
+from neo_desktop.models.recurrent import RecurrentBatch
+from neo_desktop.models.row_stages import RowStage
+from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, State, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, HeadsProduct, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     Complex,
     NotRowsError,
+    RowBuffers,
     Value,
     columns_of,
     of_row,
@@ -30,7 +33,6 @@ from neo_desktop.models.traced.places import (
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.routing import Choose, Routing, routings
-from neo_desktop.models.traced.row_stages import Beside, RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 
@@ -303,18 +305,21 @@ class _Lowering(RowBuffers):
         self.move(carried, Columns(RESIDUAL))
 
 
-def _applied(function: Any, others: tuple[Any, ...], _: Beside, out: Tensor, x: Tensor) -> None:
+def _applied(function: Any, others: tuple[Any, ...], _: State, __: None, out: Tensor, x: Tensor) -> None:
     out.copy_(function(x, *others))
 
 
-def _with_states(layer: Convolution | Scan, beside: Beside, *tensors: Tensor) -> None:
-    layer.apply_rows(beside.recurrent, *tensors)
+def _with_states(layer: Convolution | Scan, _: State, batch: RecurrentBatch, *tensors: Tensor) -> None:
+    layer.apply_rows(batch, *tensors)
 
 
-def _with_room(choose: Choose, moe: MoE, beside: Beside, out: Tensor, x: Tensor, logits: Tensor) -> None:
-    assert beside.room is not None  # the model has experts
-    choose(logits, beside.room.choice.ids, beside.room.choice.weights)
-    moe.multiply_on_device(x, beside.room, out)
+def _with_room(
+    choose: Choose, moe: MoE, state: State, _: RecurrentBatch | None, out: Tensor, x: Tensor, logits: Tensor
+) -> None:
+    room = state.scratch.experts
+    assert room is not None  # the model has experts
+    choose(logits, room.choice.ids, room.choice.weights)
+    moe.multiply_on_device(x, room, out)
 
 
 def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,6 @@ from neo_desktop.models.traced.patterns import fused_pieces
 from neo_desktop.models.traced.places import NotRowsError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
-from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import name_of, width_of
 from neo_desktop.models.traced.segments import Segments, segments
 
@@ -65,7 +64,7 @@ class TracedStages(Stages):
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         self._operators = operators or on_cpu
         builder, count = Builder(graph, found, decoder, self._operators), len(found.pieces)
-        self._rows: dict[int, RowStage] = {}  # stage index -> its program, on a CPU, if it can be lowered
+        self._rows = {}  # on a CPU, of the stages that can be lowered
         pieces = self._with_operators(builder, count)
         if pieces is None:
             logger.warning(
