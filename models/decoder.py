@@ -189,6 +189,5 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices of linear layers, the head included."""
-        for weights in self.layers:
-            yield from weights.linears()
+        yield from (self.matrices[name] for name, _ in self.config.each_matrix() if name != "head")
         yield self.lm_head

@@ -82,10 +82,10 @@ class SafetensorsFolder:
                 tensors[name] = _stored(file, name, opened)
         description = JsonFile.read(self.path / "config.json")
         family = written_family(description)
-        has_experts_in_one = family is not None and family.has_experts_in_one
-        scheme = read_scheme(description, has_experts_in_one=has_experts_in_one)
-        if family is not None and family.has_experts_in_one:
-            tensors |= take_experts(tensors, expert_names(family.architecture))
+        in_one = family.architecture if family is not None and family.has_experts_in_one else None
+        scheme = read_scheme(description, has_experts_in_one=in_one is not None)
+        if in_one is not None:
+            tensors |= take_experts(tensors, expert_names(in_one))
         if scheme is not None:
             tensors |= _take_matrices(tensors, scheme)
         is_tied = description.raw("tie_word_embeddings") is True

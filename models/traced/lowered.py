@@ -127,7 +127,7 @@ class _Lowering(RowBuffers):
     def _operate(self, module: Any, args: tuple[Any, ...]) -> Any:
         for kind, lower in (
             (Product, lambda: self._multiply(module, args[0])),
-            (HeadsProduct, lambda: self._multiply_heads(module, args[0])),
+            (HeadsProduct, lambda: self._matmul(module.linear, args[0], args[0].at.shape[1])),
             (AddRMSNorm, lambda: self._add_norm(module, *args)),
             (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
@@ -189,17 +189,14 @@ class _Lowering(RowBuffers):
             raise NotRowsError("a conversion of complex numbers")
         if x.dtype is dtype:
             return x
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not isinstance(x, Value):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotRowsError(f"a conversion to {dtype}")
-        return self.copy(x, dtype)
+        return self.copy(x, dtype) if isinstance(x, Value) else x.to(dtype)
 
     def _multiply(self, product: Product, x: Value) -> Value:
         if torch.Size(x.at.shape[:-1]).numel() != ROWS:
             raise NotRowsError("a matmul with several parts of a row")
         return self._matmul(product.linear, x, 1)
-
-    def _multiply_heads(self, product: HeadsProduct, x: Value) -> Value:
-        return self._matmul(product.linear, x, x.at.shape[1])
 
     def _matmul(self, linear: Linear, x: Value, heads: int) -> Value:
         """Multiply heads by the matrices that `linear` has stacked."""
@@ -266,7 +263,7 @@ class _Lowering(RowBuffers):
             scalar_op = "times_number" if op == "times" else "add_number"
             return self.step(scalar_op, [self.packed(one)], one, tuple(one.at.shape), number=number)
         wide = torch.promote_types(one.dtype, other.dtype)
-        one, other = (x if x.dtype is wide else self._promoted(x, wide) for x in (one, other))
+        one, other = (self._cast(x, wide) for x in (one, other))
         if isinstance(other, Value):
             at, other_at = _broadcast(one.at, other.at)
             sources = [self.packed(replace(one, at=at)), self.packed(replace(other, at=other_at))]
@@ -277,9 +274,6 @@ class _Lowering(RowBuffers):
             raise NotRowsError("weights that differ between rows")
         sources = [self.packed(replace(one, at=at))]
         return self.step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
-
-    def _promoted(self, x: Any, dtype: torch.dtype) -> Any:
-        return self._cast(x, dtype) if isinstance(x, Value) else x.to(dtype)
 
     def _apply(self, function: Any, x: Any, *others: Any) -> Value:
         """Apply a function of single numbers that has no step."""

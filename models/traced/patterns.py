@@ -23,36 +23,28 @@ def fused_pieces(
 
     The first half of a sine is stored negated. If other operators read it, no rotation is replaced.
     """
-    fusions = [Fusion(builder.piece(index), operators, dtype) for index in range(count)]
-    for each in fusions:
-        each.run()
-    sines = {sine for each in fusions for sine in each.sines}
-    if any(sines & each.others() for each in fusions):
-        fusions = [Fusion(builder.piece(index), operators, dtype, with_ropes=False) for index in range(count)]
-        for each in fusions:
-            each.run()
-        sines = set()
+    for with_ropes in (True, False):
+        fusions = [Fusion(builder.piece(index), operators, dtype, with_ropes) for index in range(count)]
+        sines = {sine for each in fusions for sine in each.sines}
+        if not any(sines & each.others() for each in fusions):
+            break
     return [each.piece for each in fusions], sines
 
 
 class Fusion:
-    """Replaces patterns in a piece by the decoder's operators; see `Builder.piece`.
+    """Replaces all patterns in a piece by the decoder's operators; see `Builder.piece`.
 
-    Operators without readers are removed.
+    Of patterns with shared nodes it replaces the longest. Operators without readers are removed.
     """
 
     def __init__(
-        self, piece: fx.GraphModule, operators: Operators, dtype: torch.dtype, *, with_ropes: bool = True
+        self, piece: fx.GraphModule, operators: Operators, dtype: torch.dtype, with_ropes: bool
     ) -> None:
         self.piece, self._graph, self._operators, self._dtype = piece, piece.graph, operators, dtype
-        self._with_ropes, self._count = with_ropes, 0
-        self._cosines, self.sines = set[fx.Node](), set[fx.Node]()
-
-    def run(self) -> None:
-        """Replace all patterns, of patterns with shared nodes the longest."""
+        self._count, self._cosines, self.sines = 0, set[fx.Node](), set[fx.Node]()
         self._replace(self.norm)
         self._replace(self.gate)
-        if self._with_ropes:
+        if with_ropes:
             self._replace(self.rope)
         self.piece.recompile()
 
