@@ -189,5 +189,6 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices of linear layers, the head included."""
-        yield from (self.matrices[name] for name, _ in self.config.each_matrix() if name != "head")
+        for weights in self.layers:
+            yield from weights.linears()
         yield self.lm_head
