@@ -1,6 +1,4 @@
-"""Decoders that are ready to run: loaded from a checkpoint, or with random weights for measurements and
-tests.
-"""
+"""Decoders that are ready to run: loaded from a checkpoint, or with random weights for measurements."""
 
 import logging
 from collections.abc import Mapping
@@ -67,7 +65,10 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
 
     Raises ModelError for weights that are missing, superfluous, damaged or misshapen.
     """
-    weights = checkpoint.weights()
+    return _checked(config, checkpoint.weights())
+
+
+def _checked(config: ModelConfig, weights: Weights) -> Weights:
     spec = _decoder(config, config.dtype, torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(spec)}
     weights.rename(config, {*expected, *ties_of(config)})
@@ -88,16 +89,7 @@ def open_prediction(
     own, weights = checkpoint.prediction(config, tensors)
     if own.state_shapes:
         raise ModelError(f"{checkpoint.name} predicts more tokens with recurrent layers, which cannot draft.")
-    return _checked(own, weights), weights
-
-
-def _checked(own: TracedConfig, weights: Weights) -> TracedConfig:
-    """Return the configuration of a part that drafts, once its weights are renamed and checked."""
-    spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
-    expected = {weight.name: weight for weight in named_weights(spec)}
-    weights.rename(own, expected)
-    weights.check(own, expected)
-    return own
+    return own, _checked(own, weights)
 
 
 def assistant_folder(path: Path) -> SafetensorsFolder | None:
@@ -123,7 +115,7 @@ def open_assistant(
         config.attention_scale,
     ):
         raise ModelError(f"{checkpoint.name} has other layers than this model: choose the model's assistant.")
-    return _checked(own, weights), weights, pair
+    return own, _checked(own, weights), pair
 
 
 def load_prediction(
@@ -177,9 +169,7 @@ def random_model(
     seed: int = 0,
     form: WeightFormat = DENSE,
 ) -> Decoder:
-    """Return a decoder with norms of one, other weights from normal(0, 0.02); deterministic per seed and
-    device.
-    """
+    """Return a decoder with norms of one, other weights from normal(0, 0.02); the same per seed and device."""
     decoder = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):

@@ -124,9 +124,7 @@ class Entries(JsonFile):
         return super()._present(key, default)
 
     def refuse_unread(self, idle: Set[str]) -> None:
-        """Raise UnsupportedModelError for an entry that nothing has read, unless it has no effect or is
-        `idle`.
-        """
+        """Raise UnsupportedModelError for an unread entry, unless it has no effect or is `idle`."""
         for key, value in self.values.items():
             if key not in self._read | _IDLE | idle and value not in _NEUTRAL.get(key, ()):
                 raise UnsupportedModelError(
@@ -164,9 +162,7 @@ class Entries(JsonFile):
         return numbers[: self.num_layers]
 
     def layer_types(self, period: int) -> list[str]:
-        """Return each layer's type: the last one in a period has full attention, unless the file says
-        otherwise.
-        """
+        """Return layers' types: the last in a period has full attention, unless the file says otherwise."""
         if _PATTERN in self.arrays:
             has_window = [bool(flag) for flag in self.per_layer(_PATTERN)]
         else:

@@ -301,9 +301,7 @@ class OffloadedFormat:
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """Return a layer to load. Raise ValueError for an invalid number of resident rows or an unsuitable
-        width.
-        """
+        """Return a layer to load. Raise ValueError for invalid resident rows or an unsuitable width."""
         resident, device_form, host_form = self._split(rows)
         if resident == rows:
             return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
