@@ -169,7 +169,7 @@ def random_model(
     seed: int = 0,
     form: WeightFormat = DENSE,
 ) -> Decoder:
-    """Return a decoder with norms of one, other weights from normal(0, 0.02); the same per seed and device."""
+    """Return a decoder with norms of 1, other weights from normal(0, 0.02); the same per seed and device."""
     decoder = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):
