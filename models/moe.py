@@ -71,7 +71,15 @@ class MoE:
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             gate, up, down = gate.resident, up.resident, down.resident
-        self._on_device = multiply_of((gate, up, down), self._num_resident, config.gating, operators)
+        count = self._num_resident
+        if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
+            packed = _packed(count, gate.native, up.native, down.native, config.gating)
+            self._on_device = partial(_multiply_packed, packed)
+            return
+        gates = stacked(gate, count)
+        ups = gates if up is gate else stacked(up, count)
+        experts = StackedExperts(count, gates, ups, stacked(down, count), config.gating)
+        self._on_device = lambda *arguments: operators.multiply_experts(experts, *arguments)
 
     @property
     def has_device_part(self) -> bool:
@@ -182,17 +190,6 @@ def _packed(
     clamped = (gating.alpha, gating.limit) if isinstance(gating, ClampedGate) else None
     name = "silu" if isinstance(gating, ClampedGate) else gating
     return native.packed_experts(count, gate, up, down, clamped, gate_by=name)
-
-
-def multiply_of(matrices: Matrices, count: int, gating: Gating, operators: Operators) -> Multiply:
-    """Return a function that computes routed experts."""
-    gate, up, down = matrices
-    if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        return partial(_multiply_packed, _packed(count, gate.native, up.native, down.native, gating))
-    gates = stacked(gate, count)
-    ups = gates if up is gate else stacked(up, count)
-    experts = StackedExperts(count, gates, ups, stacked(down, count), gating)
-    return lambda *arguments: operators.multiply_experts(experts, *arguments)
 
 
 def _multiply_packed(

@@ -161,16 +161,9 @@ def stages_of(
     return Stages(decoder, operators, reduce, has_head=has_head)
 
 
-def random_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    form: WeightFormat = DENSE,
-) -> Decoder:
+def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
     """Return a decoder with norms of 1, other weights from normal(0, 0.02); the same per seed and device."""
-    decoder = Decoder(config, dtype=dtype, device=device, form=form)
+    decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):
         values = torch.ones(weight.shape, dtype=dtype, device=device)

@@ -121,11 +121,11 @@ def read_traced(path: Path) -> TracedConfig:
                 section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    source, generation = Source(path), generation_file(path)
+    source, generation, names = Source(path), generation_file(path), file.raw("architectures")
     described = spec(source)
     return traced_config(
         source,
-        architecture=_architecture(file),
+        architecture=str(names[0] if isinstance(names, list) and names else file.raw("model_type")),
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
         eos_token_ids=generation.token_ids("eos_token_id", ()) or described.eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
@@ -203,8 +203,3 @@ def with_source(config: TracedConfig, **changes: Any) -> TracedConfig:
 
 def _stated(config: TracedConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _STATED}
-
-
-def _architecture(file: JsonFile) -> str:
-    names = file.raw("architectures")
-    return str(names[0] if isinstance(names, list) and names else file.raw("model_type"))

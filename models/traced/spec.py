@@ -1,6 +1,7 @@
 """The sizes of a `transformers` model, from a run without numbers."""
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -210,8 +211,11 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         if first != name:
             aliases[name] = first
     stored = model.state_dict().keys()
-    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in stored}
-    buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    buffers = {
+        name: value
+        for name, value in model.named_buffers(remove_duplicate=False)
+        if name in stored and value.is_floating_point()
+    }
     tensors = {name: parameters[name] for name in names.values()} | buffers
     first = _same_attention(model, calls)
     sinks = [each.sinks for each in calls.attention if each.sinks is not None]
@@ -228,9 +232,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     if last.weight.shape[0] != logits.shape[-1]:
         raise CannotCutError("it does not end with a head")
     looked_up = {id(weight) for weight in tables}
-    times = {id(each.weight): 0 for each in products}
-    for each in products:
-        times[id(each.weight)] += 1
+    times = Counter(id(each.weight) for each in products)
     groups: dict[tuple[int, bool], list[Any]] = {}
     for each in products[:-1]:
         if times[id(each.weight)] == 1 and id(each.weight) not in looked_up:
