@@ -145,9 +145,6 @@ def _minimum(
     inside = {*region, *carried}
     graph = networkx.DiGraph()
 
-    def later(node: fx.Node) -> bool:
-        return node not in inside and node is not attends
-
     for node in (*carried, *region):
         graph.add_edge((node, "in"), (node, "out"), **_capacity(node, dtype))
         if node in sources or node in carried:
@@ -160,7 +157,7 @@ def _minimum(
         for user in node.users:
             if user in inside and user not in carried:
                 graph.add_edge((node, "out"), (user, "in"))
-            elif user in left and later(user):
+            elif user in left and user not in inside and user is not attends:
                 graph.add_edge((node, "out"), _SINK)
     if attends is None:  # the embeddings know no states, and have no scratch memory of experts
         later_ones = {*ROW_DIMS, "experts"}

@@ -5,7 +5,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.builder import Builder
@@ -96,7 +96,9 @@ class Fusion:
         if not is_over_last or not is_typed or not isinstance(eps, float):
             return None
         width = int(_shape(root)[-1])
-        factors = torch.ones(width, dtype=_dtype(x)) if weight is None else self._weight(weight)
+        factors = torch.ones(width, dtype=_dtype(x))
+        if weight is not None:
+            factors = getattr(self.piece, str(weight.target))
         if factors.shape != (width,):
             return None
         is_rounded_before = not is_rounded_last or _dtype(x) is torch.float32
@@ -170,10 +172,6 @@ class Fusion:
         self._count += 1
         self.piece.add_module(name, module)
         return self._graph.call_module(name, inputs)
-
-    def _weight(self, node: fx.Node) -> Tensor:
-        weight: Tensor = getattr(self.piece, str(node.target))
-        return weight
 
 
 def _is(node: Any, *names: str) -> bool:
