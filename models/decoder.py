@@ -55,7 +55,6 @@ class LayerWeights:
     mlp: GatedMLP | Experts
 
     def linears(self) -> Iterator[Linear]:
-        """Yield the matrices."""
         yield from (self.qkv, self.output)
         yield from (getattr(self.mlp, field.name) for field in fields(self.mlp))
 
@@ -135,7 +134,6 @@ class Decoder:
         return None if self.expert_slots is None else self.expert_slots.of(gate)
 
     def _gather(self) -> None:
-        """Gather the layers' weights."""
         config = self.config
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.final_norm = self.tensors[FINAL_NORM]

@@ -26,12 +26,10 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":
-        """Allocate uninitialised tensors."""
         dtypes = (torch.int32, torch.float32, torch.int32)
         return cls(*(torch.empty(rows, per_token, dtype=dtype, device=device) for dtype in dtypes))
 
     def rows(self, rows: slice) -> "Choice":
-        """Return views of a slice of rows."""
         return Choice(*(tensor[rows] for tensor in self))
 
 
@@ -50,7 +48,6 @@ class ExpertScratch(NamedTuple):
     def empty(
         cls, rows: int, experts: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> "ExpertScratch":
-        """Allocate uninitialised tensors for `rows` rows."""
         per_token, intermediate = experts.per_token, experts.intermediate_size
         pairs = min(rows, ROWS_AT_ONCE) * per_token
 
@@ -62,7 +59,6 @@ class ExpertScratch(NamedTuple):
         return cls(room(rows, experts.count), choice, *rooms, per_token)
 
     def first(self, rows: int) -> "ExpertScratch":
-        """Return views for the first rows."""
         pairs = min(rows, ROWS_AT_ONCE) * self.per_token
         gate_up, gated, products = (tensor[:pairs] for tensor in (self.gate_up, self.gated, self.products))
         choice = self.choice.rows(slice(rows))

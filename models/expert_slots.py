@@ -52,7 +52,6 @@ class LayerSlots:
         return np.flatnonzero(self._slots < 0).tolist()
 
     def places_of(self, ids: Tensor) -> Tensor:
-        """Return the places of experts, of the same shape."""
         return self._places.index_select(0, ids.flatten()).view_as(ids)
 
     def fill(self, slot: int, expert: int, staged: Tensor) -> None:
@@ -102,7 +101,6 @@ class ExpertSlots:
 
     @property
     def num_slots(self) -> Sequence[int]:
-        """Slots per layer."""
         return [layer.num_slots for layer in self.layers]
 
     def place(self, slots: NDArray[np.int32]) -> None:

@@ -146,7 +146,6 @@ class Stages:
             yield Step(partial(_run, tuple(work)), None)
 
     def _stage(self, index: int) -> list[Op]:
-        """Return the operations of a stage."""
         ops: list[Op] = []
         operators, config, layers = self._operators, self.config, self.decoder.layers
         norm = partial(add_norm, operators, eps=config.rms_norm_eps)
@@ -199,7 +198,6 @@ class Stages:
         self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, eps, out)
 
     def choose(self, logits: Tensor, out: Tensor) -> None:
-        """Choose the most probable tokens, see `operators.choose_tokens`."""
         self._operators.choose_tokens(logits, out)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ class Scratch:
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Allocate uninitialised memory for `rows` tokens."""
         is_dense = any(name.endswith(".gate_up") for name, _ in config.each_matrix())
         intermediate = config.intermediate_size if is_dense else 0
 
@@ -47,7 +46,6 @@ class Scratch:
         return cls(room(hidden), room(2 * intermediate), room(intermediate), experts)
 
     def first(self, rows: int) -> "Scratch":
-        """Return views of the first rows."""
         experts = None if self.experts is None else self.experts.first(rows)
         return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows], experts)
 
@@ -90,7 +88,6 @@ class State:
 
     @property
     def rows(self) -> int:
-        """Number of tokens."""
         return len(self.residual)
 
     def seen_by_native(self) -> list[native.View]:
@@ -102,7 +99,6 @@ class State:
         return self._seen
 
     def first(self, rows: int) -> "State":
-        """Return views of the first rows."""
         x, qkv, attention, scratch = self.x[:rows], self.qkv[:rows], self.attention[:rows], self.scratch
         angles = self.cos[:rows], self.sin[:rows]
         return State(self.residual[:rows], x, qkv, attention, *angles, scratch.first(rows))

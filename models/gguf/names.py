@@ -105,7 +105,6 @@ class TensorNames:
         return {name: joined(name, parts) for name, parts in in_order.items()}
 
     def quantised(self, files: Iterable[GGUFFile]) -> set[str]:
-        """Return the parameters that are quantised."""
         places = [place for file in files for place in self._places(file) if place.type.dtype is None]
         return {name for place in places for name, _, _ in self.of(place)}
 

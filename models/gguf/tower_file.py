@@ -72,7 +72,6 @@ class TowerFile(JsonFile):
 
     @property
     def rope_theta(self) -> float:
-        """The base of RoPE's frequencies."""
         return self._top.number("clip.rope.freq_base", 10_000.0)
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -80,7 +79,6 @@ class TowerFile(JsonFile):
         return self.integer(key, default, maximum=_MAXIMA[key])
 
     def numbers(self, key: str, count: int) -> list[float]:
-        """Return an array of `count` numbers."""
         value = self.raw(key)
         if not isinstance(value, NumberArray) or len(value) != count:
             raise ModelError(f"{self.path} has no {count} numbers of {key}: download it again.")

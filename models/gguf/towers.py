@@ -69,7 +69,6 @@ class Tower:
         }
 
     def processor(self) -> Any:
-        """Return the image processor of `transformers`."""
         import transformers  # noqa: PLC0415 - large, and rarely needed
 
         make: Any = getattr(transformers, f"{self._kind.processor}Pil")

@@ -140,7 +140,6 @@ class _Lowering(RowBuffers):
         raise NotRowsError(f"{type(module).__name__} has no step")
 
     def _mixed(self, node: fx.Node, routing: Routing) -> Value:
-        """Compute routed experts."""
         experts: Any = self._piece.get_submodule(str(node.target))
         if experts.moe.on_host is not None or self._config.experts is None:
             raise NotRowsError("experts in host memory, or without common scratch memory")

@@ -157,7 +157,6 @@ class RowBuffers:
         self._parts: list[Sequence[Step] | Call] = []
 
     def stage(self) -> RowStage:
-        """Return the stage with every step and call."""
         return RowStage(self.buffers, [*self._parts, self.steps])
 
     def call(self, function: Callable[..., None], values: list[Value], like: Value, dim: int) -> Value:
@@ -197,7 +196,6 @@ class RowBuffers:
         return self.value(into, shape, dim, like.dtype)
 
     def room(self, width: int, dtype: torch.dtype) -> Columns:
-        """Add a buffer."""
         self.buffers.append(Buffer(width, dtype))
         return Columns(len(self.buffers) - 1)
 
