@@ -298,7 +298,7 @@ class _Lowering(RowBuffers):
         self.move(carried, Columns(RESIDUAL))
 
 
-def _applied(function: Any, others: tuple[Any, ...], _: State, __: None, out: Tensor, x: Tensor) -> None:
+def _applied(function: Any, others: tuple[Any, ...], _: State, __: object, out: Tensor, x: Tensor) -> None:
     out.copy_(function(x, *others))
 
 
@@ -307,7 +307,7 @@ def _with_states(layer: Convolution | Scan, _: State, batch: RecurrentBatch, *te
 
 
 def _with_room(
-    choose: Choose, moe: MoE, state: State, _: RecurrentBatch | None, out: Tensor, x: Tensor, logits: Tensor
+    choose: Choose, moe: MoE, state: State, _: object, out: Tensor, x: Tensor, logits: Tensor
 ) -> None:
     room = state.scratch.experts
     assert room is not None  # the model has experts
