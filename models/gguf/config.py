@@ -161,7 +161,7 @@ def _heads(own: Entries, family: Family) -> Values:
         raise own.unsupported("heads whose sizes do not add up to embedding_length")
     if own.integer("attention.value_length", head_dim) != head_dim:
         raise own.unsupported("values of another size than keys")
-    rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
+    rope = own.default_rope()
     rotated = own.integer("rope.dimension_count", head_dim)
     if family.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim

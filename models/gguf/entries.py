@@ -170,9 +170,12 @@ class Entries(JsonFile):
             has_window = [(layer + 1) % period != 0 for layer in range(self.num_layers)]
         return ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
 
+    def default_rope(self, base: str = "rope.freq_base") -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.number(base, 10_000.0)}
+
     def rope(self, *scalings: str) -> dict[str, Any]:
         """Return RoPE's parameters as config.json has them; `scalings`: the supported ones."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10_000.0)}
+        rope = self.default_rope()
         key = "rope.scaling.factor" if "rope.scaling.factor" in self else "rope.scale_linear"
         scaling = self.text("rope.scaling.type", "linear")  # as in llama.cpp
         if scaling == "none" or (scaling == "linear" and self.raw(key) in (None, 0, 1)):
