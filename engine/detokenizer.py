@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from neo_desktop.models.harmony import HarmonyStream, Stream
+from neo_desktop.models.harmony import HarmonyStream
 from neo_desktop.models.thoughts import AnyPart, Thoughts, ThoughtSplitter
+from neo_desktop.models.tokenizer import DecodeStream
 
 
 class IncrementalText:
@@ -16,7 +17,9 @@ class IncrementalText:
         thoughts: position of thoughts in the output; None: the output is all answer.
     """
 
-    def __init__(self, stream: Stream, stop: Sequence[str], thoughts: Thoughts | None = None) -> None:
+    def __init__(
+        self, stream: DecodeStream | HarmonyStream, stop: Sequence[str], thoughts: Thoughts | None = None
+    ) -> None:
         self.stopped_by: str | None = None  # the stop string found
         self._stream = stream
         self._channels = stream if thoughts and isinstance(stream, HarmonyStream) else None
