@@ -1,7 +1,9 @@
 """The chat view: questions and answers, and the box below them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.following import QUIET, is_read
 from neo_desktop.ui.html import panel, tag
-from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import offer_html
 from neo_desktop.ui.refusals import telling
 from neo_desktop.ui.rows import WINDOW, rows_of
 
+_numbers = itertools.count()
 FRAME_S = 1 / 15  # an answer is drawn at most this often
 LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -40,6 +42,22 @@ EXAMPLES = (
     "Compare three ways to learn a language in a table.",
     "Help me write a friendly message that declines an invitation.",
 )
+
+
+@dataclass(slots=True)
+class Look:
+    """The state of one open page, which its events share."""
+
+    chat_id: str | None = None
+    query: str = ""
+    window: int = WINDOW  # messages
+    message_ids: list[str] = field(default_factory=list)  # of the rows as drawn
+    deleted: tuple[str, str] | None = None  # id and title of the chat that can be restored
+    topic: str = field(default_factory=lambda: f"look {next(_numbers)}")  # told when any of this changes
+
+    def __deepcopy__(self, _: object) -> "Look":
+        """Return the look of another page: Gradio copies the first one for each session."""
+        return Look()
 
 
 def read_upload(path: str) -> bytes:

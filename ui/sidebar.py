@@ -14,10 +14,9 @@ import gradio as gr
 from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import ChatEntry, NotFoundError
-from neo_desktop.ui.chat import ChatView, read_upload
+from neo_desktop.ui.chat import ChatView, Look, read_upload
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import button, panel, tag
-from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
 
 # A click on Gradio's own button saves what an earlier click has exported.
