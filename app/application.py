@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from neo_desktop.app.engines.service import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.errors import NoModelError, ServiceError
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.news import News
-from neo_desktop.app.page.selftest import SelfTest, reports_folder
-from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.selftest import SelfTest
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
@@ -26,6 +26,20 @@ from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
 from neo_desktop.app.web.security import guarded
 from neo_desktop.app.web.warnings import Warnings
+
+
+@dataclass(frozen=True, slots=True)
+class PageServices:
+    """The services that the page shows and drives; `trouble` says why this computer's GPU cannot be used."""
+
+    host: ModelHost
+    news: News
+    chats: Chats
+    engine: EngineFeed
+    shelf: ModelShelf
+    selftest: SelfTest
+    data_folder: Path
+    trouble: str | None
 
 
 def create_app(
@@ -59,7 +73,7 @@ def create_app(
             Chats(host, news, data_folder),
             EngineFeed(host),
             ModelShelf(host, loader, news),
-            SelfTest(news, reports_folder(data_folder)),
+            SelfTest(news, host, data_folder / "selftest"),
             data_folder,
             trouble,
         )

@@ -10,11 +10,11 @@ from typing import Any
 import gradio as gr
 from markupsafe import Markup
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.chats.messages import Chat, Message, NotFoundError, Settings, branch, used_tokens
 from neo_desktop.app.chats.tool_calls import DECISIONS
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import chat_topic, text_topic
-from neo_desktop.app.page.services import PageServices
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.following import QUIET, is_read

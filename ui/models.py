@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import gradio as gr
 from markupsafe import Markup
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.news import MODELS
-from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.app.shelf.model_loader import Candidate

@@ -18,9 +18,9 @@ from fastapi import FastAPI
 from gradio.events import api
 from starlette.routing import Mount
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.chats.messages import Settings
 from neo_desktop.app.news import CHATS, MODELS, TOOLS, chat_topic, text_topic
-from neo_desktop.app.page.services import PageServices
 from neo_desktop.ui.chat import ChatView, Look
 from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.following import is_read, while_seen
