@@ -3,10 +3,12 @@
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_command import EXAMPLES, bench
@@ -16,7 +18,6 @@ from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, print_rows, stderr, stdout
-from neo_desktop.app.commands.usage import Program
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
@@ -30,6 +31,50 @@ _OF_MEASURE = (  # what the tables depend on, and no check
     "cpu_memory_gib",
     "cpu_cache_dtype",
 )
+_UNITS = {
+    "GIB": "GiB",
+    "MIB": "MiB",
+    "MIN": "minutes",
+    "SECONDS": "seconds",
+    "S": "seconds",
+    "MS": "ms",
+    "SMS": "multiprocessors",
+}
+_BOUNDS = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "finite": "a finite number"}
+
+
+class Program(TyperGroup):
+    """The commands; wrong values of their options are explained in sentences instead of pydantic's."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message = _explained(error.__cause__, error.param)
+            raise
+
+
+def _explained(error: ValidationError, param: Any) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, given = first["type"], first["input"]
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        unit = _unit(param)
+        return f"{given} is out of range: give {words} {first['ctx'][key]:g}{f' {unit}' if unit else ''}"
+    wanted = _KINDS.get(kind.partition("_")[0])
+    if wanted is not None:
+        return f"{given!r} is not {wanted}"
+    return first["msg"].removeprefix("Value error, ").rstrip(".")
+
+
+def _unit(param: Any) -> str:
+    names = f"{param.name} {' '.join(param.opts)}"
+    if "tokens" in names:
+        return "tokens"
+    return "requests per second" if "--rate" in names else _UNITS.get(param.metavar or "", "")
 
 
 app = typer.Typer(

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neo_desktop.app.chats.bounds import Count, FileText, Int64, Name, Number, Text, Time, Title
-from neo_desktop.app.chats.rounds import Round
+from neo_desktop.app.chats.rounds import Count, FileText, Int64, Name, Number, Round, Text, Time, Title
 from neo_desktop.app.generate.images import image_part, joined, text_part
 
 SHORT_TITLE_CHARS = 60  # of one that is made

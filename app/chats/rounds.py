@@ -5,8 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neo_desktop.app.chats.bounds import Name, Number, Text
 from neo_desktop.app.generate.history import arguments_of, function_call
+
+# Types of fields, with the bounds that files must keep when they are read in.
+Name = Annotated[str, Field(max_length=1000)]
+Title = Annotated[str, Field(max_length=10_000)]
+Text = Annotated[str, Field(max_length=8_000_000)]
+FileText = Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
+Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # in seconds since 1970
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 CallState = Literal["open", "asked", "running", "done", "failed", "refused"]
 

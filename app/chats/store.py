@@ -1,5 +1,6 @@
 """All chats in one SQLite file. Every method is one short transaction, not for the event loop's thread."""
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import TypeAdapter
 
 from neo_desktop.app.chats.database import open_database, transaction
@@ -25,11 +27,11 @@ from neo_desktop.app.chats.messages import (
     make_title,
     newest_leaf,
 )
-from neo_desktop.app.chats.processes import is_alive, this_process
 from neo_desktop.app.chats.rounds import Round
 
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
 SNIPPET_CHARS = 80
+CLOCK_TOLERANCE_S = 5.0  # processes report slightly different start times
 # Columns that hold JSON.
 _SETTINGS = TypeAdapter(Settings)
 _FIGURES = TypeAdapter(Figures | None)
@@ -44,6 +46,22 @@ _COLUMNS = (
 _GROWING = ("text", "thought", "thought_s", "state", "error", "rounds", "figures", "server")
 _BRANCH = """id IN (WITH RECURSIVE way(id) AS (VALUES (?) UNION ALL
     SELECT parent_id FROM messages JOIN way USING (id) WHERE parent_id IS NOT NULL) SELECT id FROM way)"""
+
+
+def this_process() -> str:
+    """Return a unique name of this process: its number and start time."""
+    return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
+
+
+def is_alive(owner: str) -> bool:
+    """Return True if the process with that name still runs."""
+    pid, _, start_s = owner.partition("@")
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(start_s)) < CLOCK_TOLERANCE_S
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True  # the process exists, and its start time is unknown
 
 
 class ChatStore:

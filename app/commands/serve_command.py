@@ -17,8 +17,7 @@ from neo_desktop.app.engines.service import EngineService, ServerLimits
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.web.addresses import urls
-from neo_desktop.app.web.server import claim_port, serve
+from neo_desktop.app.web.server import claim_port, serve, urls
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
 

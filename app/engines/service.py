@@ -10,11 +10,12 @@ Everything here, the generations included, belongs to the event loop; events are
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -25,7 +26,6 @@ from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.loop import EngineThread
 from neo_desktop.app.engines.metrics import ServiceMetrics
-from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
@@ -40,9 +40,11 @@ logger = logging.getLogger(__name__)
 
 SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
+CALLS_PER_TURN = 16  # of the event loop, from the engine's thread
 TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 MAX_SEEN_BYTES = 256 << 20  # of images
 
+Call = Callable[[], object]
 EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
@@ -81,6 +83,36 @@ class SeenImages:
             _, oldest = self._images.popitem(last=False)
             self._nbytes -= oldest.nbytes
         return found
+
+
+class Outbox:
+    """Hands calls over to an event loop, in order.
+
+    One iteration of the engine may end hundreds of requests. If all that wait for them woke up in the same
+    turn of the event loop, all other clients would wait until the last one has written its answer.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Call] = deque()
+        self._is_draining = False  # the loop's own
+
+    def put(self, calls: Iterable[Call]) -> None:
+        """Have these calls made; any thread may ask. Nothing is done once the loop is closed."""
+        self._calls.extend(calls)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if not self._is_draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        for _ in range(min(CALLS_PER_TURN, len(self._calls))):
+            self._calls.popleft()()
+        self._is_draining = bool(self._calls)
+        if self._is_draining:
+            self._loop.call_soon(self._drain)
 
 
 class EngineService:
