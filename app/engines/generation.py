@@ -65,11 +65,12 @@ class Generation:
     def put(self, output: RequestOutput) -> None:
         self._arrived.put_nowait(output)
         if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
-            self.give_up(errors.UnreadError("the answer was not read for too long"))
+            self.give_up(errors.ServiceError("the answer was not read for too long", "unread"))
 
     def limit_time(self, seconds: float) -> None:
         """Give up what has not ended by then."""
-        reason = errors.RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
+        message = f"the request took more than {seconds:g} s, which is the limit"
+        reason = errors.ServiceError(message, "timeout")
         self._timer = asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
 
     def give_up(self, reason: errors.ServiceError) -> None:

@@ -227,9 +227,8 @@ class EngineService:
                 "send fewer prompts per request or lower n"
             )
         if self.num_queued + num_outputs > most:
-            raise errors.ServiceBusyError(
-                f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
-            )
+            message = f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
+            raise errors.ServiceError(message, "queue_full")
         request_ids = [str(next(self._ordinals)) for _ in prompts]
         generation = Generation(request_ids, params.n, self._close)
         if self._limits.request_timeout_s is not None:

@@ -12,7 +12,7 @@ import pytest
 
 import neo_desktop.app.engines.generation
 from neo_desktop.app.engines.service import EngineService, ServerLimits
-from neo_desktop.app.errors import UnreadError
+from neo_desktop.app.errors import ServiceError
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.server import LimitedProtocol
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
             async for _ in generation:
                 num_read += 1
 
-        with pytest.raises(UnreadError, match="not read for too long"):
+        with pytest.raises(ServiceError, match="not read for too long"):
             await read()
         await engine_service.stop()
         return num_read
