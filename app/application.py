@@ -24,7 +24,7 @@ from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
-from neo_desktop.app.web.security import guarded
+from neo_desktop.app.web.security import AccessGuard
 from neo_desktop.app.web.warnings import Warnings
 
 
@@ -98,7 +98,9 @@ def create_app(
     # A request passes the layer added last first.
     app.add_middleware(Warnings)
     app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
-    app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
+    app.add_middleware(
+        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
+    )
     api = create_api(host, model_aliases=model_aliases)
     app.mount("/v1", api)
 
