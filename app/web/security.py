@@ -62,8 +62,8 @@ class AccessGuard:
     The key, when there is one, is needed for everything but /health: 401. Programs send it as
     `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
     With a key, the server may also be addressed by any numeric address, since rebinding needs a name. Allowed
-    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`. CORS comes first:
-    allowed pages can read refusals as well.
+    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`. CORS comes
+    first: allowed pages can read refusals as well.
     """
 
     def __init__(
