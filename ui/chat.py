@@ -153,7 +153,7 @@ class ChatView:
             ):
                 while not changed.is_set() and await is_read(request):
                     grown.clear()
-                    messages = [self.chats.present(message) for message in chat.messages]
+                    messages = list(map(self.chats.answers.present, chat.messages))
                     drawn = rows_of(messages, chat.leaf_id, look.window)
                     look.message_ids = drawn.message_ids
                     yield drawn.rows, gr.update(visible=drawn.num_hidden > 0)
@@ -273,7 +273,7 @@ class ChatView:
                 state, text = "ready", f"{service.model_name} · {context}"
             except NoModelError:
                 state, text = "none", host.error or "No model is loaded: choose one"
-        told = [self.services.trouble, self.chats.notice, shelf.pull_error]
+        told = [self.services.trouble, self.chats.answers.notice, shelf.pull_error]
         if shelf.pulling is not None:
             told.append(f"Downloading {shelf.pulling.name} … {shelf.pulling.share:.0%}")
         is_offered = shelf.has_offer and shelf.pulling is None and look.chat_id is None

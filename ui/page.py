@@ -174,7 +174,7 @@ def add_api(services: PageServices) -> None:
             with services.news.follow(text_topic(answer.chat_id), chat_topic(answer.chat_id)) as grown:
                 while True:
                     grown.clear()
-                    now = chats.present(answer)
+                    now = chats.answers.present(answer)
                     if now is answer and not grown.is_set():
                         whole = await chats.chat(answer.chat_id)
                         now = next(one for one in whole.messages if one.id == answer.id)

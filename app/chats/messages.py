@@ -33,13 +33,6 @@ class NotPossibleError(ValueError):
     """A request that makes no sense for this message; the text says why."""
 
 
-class BeingAnsweredError(NotPossibleError):
-    """An answer that is still being written cannot be followed or continued yet."""
-
-    def __init__(self) -> None:
-        super().__init__("the answer is still being written: wait for its end, or stop it")
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of an answer; None: not known (yet)."""
@@ -50,13 +43,6 @@ class Figures:
     prompt_tokens: Count | None = None
     finish_reason: Annotated[str, Field(max_length=100)] | None = None
     model: Name | None = None
-
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens of prompt and answer, as the engine counted them."""
-        if self.prompt_tokens is None or self.output_tokens is None:
-            return None
-        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +75,17 @@ class Message:
     def is_live(self) -> bool:
         return self.state in LIVE
 
-    def prompt_text(self) -> str:
-        """The text for the model: the attached files, then the question."""
-        files = [
-            f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n"
-            for one in self.attachments
-            if one.kind != "image"
-        ]
-        return "".join(files) + self.text
-
     def prompt_content(self) -> str | list[dict[str, Any]]:
-        """The content for the model: images, then the text. ValueError: an imported image is not base64."""
-        images = [
-            image_part(base64.b64decode(one.text, validate=True))
-            for one in self.attachments
-            if one.kind == "image"
-        ]
-        text = self.prompt_text()
-        return joined([*images, *([text_part(text)] if text else [])])
+        """The content for the model: images, files, the question. ValueError: an image is not base64."""
+        parts: list[dict[str, Any]] = []
+        text = ""
+        for one in self.attachments:
+            if one.kind == "image":
+                parts.append(image_part(base64.b64decode(one.text, validate=True)))
+            else:
+                text += f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n"
+        text += self.text
+        return joined([*parts, text_part(text)] if text else parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +149,10 @@ def newest_leaf(messages: dict[str, Message], message_id: str) -> str:
 
 def used_tokens(way: list[Message]) -> int:
     """Count the tokens of a branch: its last answer's prompt and output; 0 without an answer."""
-    counted = [message.figures.num_tokens for message in way if message.figures is not None]
-    return next((count for count in reversed(counted) if count is not None), 0)
+    for figures in (message.figures for message in reversed(way)):
+        if figures is not None and figures.prompt_tokens is not None and figures.output_tokens is not None:
+            return figures.prompt_tokens + figures.output_tokens
+    return 0
 
 
 def to_send(way: list[Message], settings: Settings) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from neo_desktop.app.chats.database import open_database, transaction
 from neo_desktop.app.chats.messages import (
     Attachment,
-    BeingAnsweredError,
     Chat,
     ChatEntry,
     Figures,
@@ -29,6 +28,7 @@ from neo_desktop.app.chats.messages import (
 )
 from neo_desktop.app.chats.rounds import Round
 
+BEING_WRITTEN = "the answer is still being written: wait for its end, or stop it"
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
 SNIPPET_CHARS = 80
 CLOCK_TOLERANCE_S = 5.0  # processes report slightly different start times
@@ -199,7 +199,7 @@ class ChatStore:
                 if parent.role != "assistant":
                     raise NotPossibleError("parent_id must be an answer's: a question follows an answer")
                 if parent.is_live:
-                    raise BeingAnsweredError
+                    raise NotPossibleError(BEING_WRITTEN)
             files = tuple(self._attachment(one) for one in attachment_ids)
             question = Message(new_id(), chat_id, parent_id, "user", time.time(), text, attachments=files)
             self._insert(question)
@@ -219,7 +219,7 @@ class ChatStore:
         with transaction(self._connection):
             answer = self._answer(answer_id)
             if answer.is_live:
-                raise BeingAnsweredError
+                raise NotPossibleError(BEING_WRITTEN)
             answer = replace(answer, state="waiting", error=None)
             self._update(answer)
             return answer

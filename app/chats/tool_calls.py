@@ -14,7 +14,6 @@ from neo_desktop.app.chats.messages import NotPossibleError
 from neo_desktop.app.chats.rounds import place_of
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.generate.history import arguments_of
-from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.mcp.config import McpError
 from neo_desktop.app.mcp.servers import McpServers
 
@@ -116,11 +115,6 @@ class ToolCalls:
         if decision == "always":
             self._allowed.add(permission)
         return decision != "refuse"
-
-
-def for_model(tools: "Mapping[str, ServerTool]") -> list[Tool]:
-    """Return the tools as a conversation takes them."""
-    return [Tool(name, tool.description, tool.parameters) for name, tool in tools.items()]
 
 
 def cut(text: str, max_chars: int) -> str:

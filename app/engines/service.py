@@ -312,7 +312,7 @@ class EngineService:
         self._num_heard += 1
         self.stats = event.stats
         if event.seconds is not None:
-            self.metrics.iteration(event.seconds)
+            self.metrics.iteration_s.observe(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)

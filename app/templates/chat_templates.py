@@ -106,9 +106,6 @@ class TemplateProcess:
         async with self._is_free:
             await self._running()
 
-    async def stop(self) -> None:
-        await self._end()
-
     async def render(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
     ) -> str:
@@ -135,7 +132,7 @@ class TemplateProcess:
             raise _refused(f"it takes more than {MAX_WAIT_S:g} s") from None
         finally:
             if not answer.endswith(b"\n"):
-                await self._end()
+                await self.stop()
         if not answer.endswith(b"\n"):
             limit = f"{MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
             raise _refused(f"it takes more than {limit}")
@@ -161,7 +158,7 @@ class TemplateProcess:
             self._process.stdin.write(self._first_line)
         return self._process
 
-    async def _end(self) -> None:
+    async def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
