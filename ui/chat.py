@@ -76,6 +76,7 @@ class ChatView:
         self.services = services
         self.chats = services.chats
         self.look = gr.State(Look())
+        is_builtin = services.host.name in (BUILTIN, BUILTIN_NAME)
         self.header = panel(elem_id="model-line")
         self.earlier = gr.Button("Earlier messages", visible=False, size="sm", elem_id="earlier")
         self.bot = gr.Chatbot(
@@ -90,7 +91,7 @@ class ChatView:
             feedback_options=None,
             group_consecutive_messages=True,
             placeholder="## What can I do for you?",
-            examples=[{"text": text} for text in self.example_texts()],
+            examples=[{"text": text} for text in (BUILTIN_EXAMPLES if is_builtin else EXAMPLES)],
         )
         self.foot = panel(elem_id="figures")
         self.box = gr.MultimodalTextbox(
@@ -106,11 +107,6 @@ class ChatView:
         )
         self.tick = gr.Textbox(visible=False)  # differs where `draw` has something to do
         self.address = gr.Textbox(visible=False)  # the query of the page's address
-
-    def example_texts(self) -> tuple[str, ...]:
-        """Questions for the first page."""
-        is_builtin = self.services.host.name in (BUILTIN, BUILTIN_NAME)
-        return BUILTIN_EXAMPLES if is_builtin else EXAMPLES
 
     def connect(self) -> None:
         """Let the events of the components have their effects."""

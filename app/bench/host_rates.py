@@ -36,7 +36,6 @@ class Host:
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory."""
         return self._memory.nbytes
 
     def probe(self) -> Probe:
@@ -45,10 +44,9 @@ class Host:
         flops = max(self.multiply_add_gflop_per_s(threads, "float32") for _ in range(_PROBES))
         return Probe(flops, max(self.read_gb_per_s(threads) for _ in range(_PROBES)))
 
-    def read_gb_per_s(self, threads: int, nbytes: int | None = None) -> float:
-        """Read the memory, or its beginning, front to back with the kernels' thread pool."""
-        part = self._memory[:nbytes]
-        return part.nbytes / native.read_seconds(part, threads) / 1e9
+    def read_gb_per_s(self, threads: int) -> float:
+        """Read the memory front to back with the kernels' thread pool."""
+        return self.nbytes / native.read_seconds(self._memory, threads) / 1e9
 
     def copy_gb_per_s(self, threads: int) -> float:
         """Copy one half to the other with torch; what is read and what is written both count."""

@@ -157,10 +157,6 @@ class LlamaModel:
         tokens = range(self.num_tokens)
         return frozenset(i for i in tokens if api.llama_vocab_get_attr(vocabulary, i) & mask)
 
-    def control_tokens(self) -> frozenset[int]:
-        """Return the tokens that are no text."""
-        return self.tokens_with("CONTROL", "UNKNOWN")
-
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that end an answer, the one that the file names first."""
         eos = self.role_token("eos")

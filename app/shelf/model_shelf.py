@@ -45,8 +45,11 @@ class ModelShelf:
         return self._loader is not None and bool(self.models) and not has_model
 
     async def look(self) -> None:
-        if self._loader is not None:
-            self.models = await asyncio.to_thread(_look, self._loader, self.host.has_weights)
+        loader, is_loaded = self._loader, self.host.has_weights
+        if loader is not None:
+            self.models = await asyncio.to_thread(
+                lambda: [loader.candidate(one, is_loaded=is_loaded) for one in loader.catalogue.models()]
+            )
             self._news.tell(MODELS)
 
     async def load(self, name: str) -> None:
@@ -120,7 +123,3 @@ class ModelShelf:
             task = asyncio.get_running_loop().create_task(self.look())
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
-
-
-def _look(loader: ModelLoader, is_loaded: bool) -> list[Candidate]:
-    return [loader.candidate(model, is_loaded=is_loaded) for model in loader.catalogue.models()]
