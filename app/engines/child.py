@@ -50,7 +50,7 @@ def main() -> None:
     for mechanism, level, reason in beginning.limits:
         fallbacks.limit(mechanism, level, reason)
     logging.disable(logging.NOTSET)
-    handler = _PipeHandler(writer)  # type: ignore[arg-type]  # a writer serves as its queue
+    handler = logging.handlers.QueueHandler(writer)  # type: ignore[arg-type]  # the parent prints its records
     logging.basicConfig(level=beginning.log_level, format="%(message)s", handlers=[handler], force=True)
     _run(frames, writer)
 
@@ -104,9 +104,4 @@ class _Events(FrameWriter):
         except OSError:
             os._exit(FAILED_STATUS)
 
-
-class _PipeHandler(logging.handlers.QueueHandler):
-    """Sends log messages to the parent, which prints them as its own."""
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.put(record)  # type: ignore[attr-defined]  # a writer
+    put_nowait = put  # which handlers of log records call

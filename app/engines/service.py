@@ -269,12 +269,12 @@ class EngineService:
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
         async with await self.submit(prompts, SamplingParams(pooling=pooling)) as generation:
-            found = {index: output async for index, output in generation if output.embedding is not None}
-        return [
-            (embedding.tolist(), found[index].num_prompt_tokens)
-            for index in range(len(prompts))
-            if (embedding := found[index].embedding) is not None
-        ]
+            found = {
+                index: (output.embedding.tolist(), output.num_prompt_tokens)
+                async for index, output in generation
+                if output.embedding is not None
+            }
+        return [found[index] for index in range(len(prompts))]
 
     def _close(self, generation: Generation) -> None:
         self._queued -= generation.choices
