@@ -48,7 +48,6 @@ class Program(TyperGroup):
     """The commands; wrong values of their options are explained in sentences instead of pydantic's."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:

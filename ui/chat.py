@@ -109,7 +109,6 @@ class ChatView:
         self.address = gr.Textbox(visible=False)  # the query of the page's address
 
     def connect(self) -> None:
-        """Let the events of the components have their effects."""
         inputs = [self.look]
         self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **QUIET)
         self.header.act(self.get_model, None, None, **QUIET)
@@ -159,7 +158,6 @@ class ChatView:
                     await grown.wait()
 
     async def send(self, value: dict[str, Any], look: Look) -> Any:
-        """Put the question in the box."""
         text, files = value.get("text") or "", value.get("files") or []
         if not text.strip() and not files:
             return gr.skip()
@@ -187,14 +185,12 @@ class ChatView:
         self.services.news.tell(look.topic)
 
     async def stop(self, look: Look) -> None:
-        """End the shown answer."""
         chat = await self.present(look)
         if chat is not None and chat.leaf_id is not None:
             with telling():
                 await self.chats.answers.stop(chat.leaf_id)
 
     async def retry(self, look: Look, event: gr.RetryData) -> None:
-        """Answer a question once more."""
         with telling():
             message = await self._message(look, event.index)
             if message.role == "user":  # the last one, without an answer after it in the rows
@@ -224,7 +220,6 @@ class ChatView:
                 await self.chats.change(look.chat_id, leaf_id=message_id)
 
     async def choose_example(self, look: Look, event: gr.SelectData) -> None:
-        """Ask an example's question."""
         with telling():
             await self.ask(look, str(event.value["text"]), [])
 
@@ -234,7 +229,6 @@ class ChatView:
             self.services.shelf.start_pull(event._data["name"], load=True)
 
     async def show_more(self, look: Look) -> None:
-        """Show earlier messages as well."""
         look.window += 3 * WINDOW
         self.services.news.tell(look.topic)
 

@@ -50,7 +50,6 @@ class Sidebar:
         self.file = gr.DownloadButton(visible=False)  # holds what was exported
 
     def connect(self) -> None:
-        """Let the events of the components have their effects."""
         look = self._chat.look
         self.new.click(self.start_chat, [look], None, **QUIET)
         self.list.act(self.act, [look], None, **QUIET)
@@ -64,7 +63,6 @@ class Sidebar:
         self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
-        """Return the present list."""
         entries = await self._chats.entries(look.query)
         parts: list[Markup] = []
         if look.deleted is not None:
@@ -112,7 +110,6 @@ class Sidebar:
                     self._chat.go(look, chat_id)
 
     async def start_chat(self, look: Look) -> None:
-        """Show an empty chat."""
         look.deleted = None
         self._chat.go(look, None)
 
@@ -122,7 +119,6 @@ class Sidebar:
         self._chat.services.news.tell(look.topic)
 
     async def rename(self, title: str, look: Look) -> None:
-        """Give the shown chat a title."""
         chat = await self._chat.present(look)
         if chat is not None and title.strip() and title.strip() != chat.entry.title:
             with telling():

@@ -168,8 +168,6 @@ class ResponsesRequest(SampledRequest):
 
 
 class StoredResponse(NamedTuple):
-    """A response with the whole conversation that led to it."""
-
     body: Json
     items: Sequence[Item]  # from the conversation's beginning to this answer
 
@@ -199,7 +197,6 @@ class ResponseStore:
         return self._responses[response_id]
 
     def item(self, item_id: str) -> Item:
-        """Return an item of an answer by its id."""
         for response in reversed(self._responses.values()):
             for item in reversed(response.items):
                 if getattr(item, "id", None) == item_id:

@@ -15,8 +15,6 @@ _MATRIX_BYTES = 4 + 2 + 2 + 2  # per element: random numbers, the same in two fo
 
 
 class Direction(StrEnum):
-    """A direction over the bus."""
-
     TO_DEVICE = "to device"
     TO_HOST = "to host"
 
@@ -134,7 +132,6 @@ class Rate:
         return self._seconds_of(self._times) / self._times
 
     def giga_per_s(self) -> float:
-        """In units of 1e9."""
         return self.work / self.seconds() / 1e9
 
 

@@ -172,7 +172,6 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
 
 
 def offload_of(streams: Streams, *, in_graph: bool) -> OffloadTimer:
-    """Return what measures hand-offs."""
     return OffloadTimer(streams.device, open_backend(streams), in_graph=in_graph)
 
 

@@ -175,7 +175,6 @@ class FunctionThread:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function there; what it raises is raised here."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 

@@ -164,8 +164,6 @@ class _Reader:
 
 @dataclass(slots=True)
 class Call:
-    """One tool call."""
-
     call_id: str
     name: str
     arguments: str = ""  # the text of a JSON object, or of the beginning of one that was cut

@@ -63,7 +63,6 @@ def _given_back(view: LiveView) -> list[str]:
 
 
 def _of_workers(view: LiveView) -> list[str]:
-    """Describe the workers, each in a sentence."""
     said = []
     for tier, state in view.workers.items():
         num = sum(request.tier == tier for request in view.requests)

@@ -110,7 +110,6 @@ class LlamaCppEngine:
         """Do nothing, as `watch`."""
 
     def rest(self) -> bool:
-        """Return False: it has no work at rest."""
         return False
 
     def collect(self) -> None:

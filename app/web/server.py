@@ -171,7 +171,6 @@ class LimitedProtocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in a part of a request."""
         if not self.transport.is_closing():
             super().data_received(data)
             self._watch_head()
