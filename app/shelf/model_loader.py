@@ -158,10 +158,6 @@ class ModelLoader:
             raise ModelError(f"{name} cannot draft: {draft.reason or 'only llama.cpp can run it'}")
         return draft.path
 
-    @cached_property
-    def _draft_summary(self) -> LocalModel | None:
-        return None if self._draft_path is None else summarize(self._draft_path)
-
     def _drafting(self, config: ModelConfig, layer: Layer | None) -> tuple[LocalModel | None, Layer | None]:
         """Return the draft model of a model, and its layer of multi-token prediction or its assistant.
 
@@ -172,7 +168,7 @@ class ModelLoader:
             return None, layer
         assistant = assistant_folder(path)
         if assistant is None:
-            return self._draft_summary, layer
+            return summarize(path), layer
         with contextlib.suppress(ModelError):
             return None, Layer.of_assistant(assistant, config)
         return None, None
