@@ -28,15 +28,12 @@ class Host:
     """A large piece of memory, and the work that is timed on it."""
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
         self.huge_pages = native.advise_huge_pages(self._memory)
         native.interleave_numa_nodes(self._memory)  # as the engine's CPU-cache
         self._memory.fill_(1)
         self._matrices: dict[tuple[int, str], torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
 
     def probe(self) -> Probe:
         """Measure; takes about a tenth of a second."""

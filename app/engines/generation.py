@@ -22,19 +22,15 @@ class Generation:
     def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
         self.request_ids = tuple(request_ids)
         self.n = n
+        self.choices = set(itertools.product(self.request_ids, range(n)))  # its outputs: (request_id, choice)
         self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
         self.failure: errors.ServiceError | None = None  # why the rest will not come
         self.arrived_s = time.monotonic()
         self.first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) → when its first token came
         self._close = close
-        self._num_open = len(self.request_ids) * n
+        self._num_open = len(self.choices)
         self._timer: asyncio.TimerHandle | None = None
         self._arrived: asyncio.Queue[RequestOutput | errors.ServiceError] = asyncio.Queue()
-
-    @property
-    def choices(self) -> set[tuple[str, int]]:
-        """Its outputs: (request_id, choice)."""
-        return set(itertools.product(self.request_ids, range(self.n)))
 
     async def __aenter__(self) -> Self:
         return self

@@ -123,6 +123,7 @@ class EngineService:
 
     def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
+        self.is_process = self._link.is_process
         facts = self._link.facts
         self.model_name = facts.model_name
         self.note = facts.note
@@ -170,7 +171,7 @@ class EngineService:
         """
         if self._outbox is None or isinstance(self.refusal, errors.ServiceStoppedError):
             return
-        if timeout_s is None and self._link.is_process:
+        if timeout_s is None and self.is_process:
             timeout_s = STOP_TIMEOUT_S
         self._refuse_all(errors.ServiceStoppedError(reason))
         self._link.send(msg.Stop())
@@ -185,10 +186,6 @@ class EngineService:
     def close(self) -> None:
         """Drop weights and caches, if the engine has ended or was never started, or has its own process."""
         self._link.close()
-
-    @property
-    def is_process(self) -> bool:
-        return self._link.is_process
 
     @property
     def num_queued(self) -> int:

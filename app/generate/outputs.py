@@ -77,6 +77,7 @@ class Outputs:
         self.usage = TokensUsed()
         self._grammar_field = grammar_field or None  # of the body, which asked for a form
         self._generation = generation
+        self.prompt_token_ids = generation.prompt_token_ids
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening
         self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
@@ -84,10 +85,6 @@ class Outputs:
         self._callers: set[int] = set()  # outputs with calls
         # The answer so far, without the beginning of a mark at its end.
         self.begun = self._readers[0].feed(prepared.begun) if prepared and prepared.begun else []
-
-    @property
-    def prompt_token_ids(self) -> Sequence[Sequence[int]]:
-        return self._generation.prompt_token_ids
 
     async def __aenter__(self) -> Self:
         return self

@@ -92,14 +92,8 @@ class LlamaModel:
         self.close = weakref.finalize(self, api.llama_model_free, self.handle)
         self._vocabulary = api.llama_model_get_vocab(self.handle)
         self.num_tokens: int = api.llama_vocab_n_tokens(self._vocabulary)
-
-    @property
-    def trained_tokens(self) -> int:
-        return int(self._api.llama_model_n_ctx_train(self.handle))
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._api.llama_model_size(self.handle))
+        self.trained_tokens: int = api.llama_model_n_ctx_train(self.handle)
+        self.nbytes: int = api.llama_model_size(self.handle)
 
     @property
     def stored_as(self) -> str:
