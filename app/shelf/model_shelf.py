@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-from pathlib import Path
 
 from neo_desktop.app.news import MODELS, News
 from neo_desktop.app.shelf.catalogue import UnknownModelError
@@ -27,16 +26,13 @@ class ModelShelf:
         self.models: list[Candidate] = []  # as last looked at
         self.pulling: Loading | None = None
         self.pull_error: str | None = None
+        self.folders = [] if loader is None else loader.catalogue.folders
         self._loader = loader
         self._news = news
         self._pull_task: asyncio.Task[None] | None = None
         self._pull_stopped = threading.Event()
         self._looking: set[asyncio.Task[None]] = set()
         host.listeners.append(self._host_changed)
-
-    @property
-    def folders(self) -> list[Path]:
-        return self._loader.catalogue.folders if self._loader is not None else []
 
     @property
     def has_offer(self) -> bool:
