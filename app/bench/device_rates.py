@@ -112,12 +112,7 @@ class CudaTimer:
 
 
 class Rate:
-    """Work per second of one piece, repeated as often as the clock needs.
-
-    Args:
-        seconds_of: the seconds for a number of pieces.
-        work: of one piece.
-    """
+    """Work per second: `work` is that of one piece, `seconds_of` tells the seconds of some pieces."""
 
     def __init__(self, seconds_of: Callable[[int], float], work: float) -> None:
         self._seconds_of, self.work = seconds_of, work

@@ -108,11 +108,7 @@ def _what(mechanism: str, level: str) -> str:
 def run_doctor(
     subject: Subject, *, refresh: bool, progress: Callable[[str], object], child: Sequence[str] = CHILD
 ) -> DoctorReport:
-    """Check this computer, or find what was found before.
-
-    Args:
-        refresh: check in any case.
-        progress: gets the titles of checks.
+    """Check this computer, or find what was found before; `progress` gets the titles of checks.
 
     Raises ValueError, ModelError: the model cannot be loaded.
     """

@@ -205,11 +205,7 @@ class EngineService:
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> Generation:
-        """Check prompts, texts or token ids, and send them to the engine.
-
-        Args:
-            add_special_tokens: let the tokenizer put its special tokens around texts.
-            cuts_max_tokens: see `InputProcessor.prepare`.
+        """Check prompts, texts or token ids, and send them to the engine; see `InputProcessor.prepare`.
 
         Raises:
             ServiceError: the service takes no requests any more, or too many are waiting.
