@@ -14,7 +14,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.metrics import EngineCollector
-from neo_desktop.app.engines.service import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.errors import NoModelError, ServiceError
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.news import News
@@ -49,7 +48,6 @@ def create_app(
     allowed_hosts: Collection[str] = (),
     allowed_origins: Collection[str] = (),
     model_aliases: Collection[str] = (),
-    limits: ServerLimits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
     trouble: str | None = None,
@@ -97,7 +95,7 @@ def create_app(
     app.state.page = page
     # A request passes the layer added last first.
     app.add_middleware(Warnings)
-    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
+    app.add_middleware(ClientConnection)
     app.add_middleware(
         AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
     )

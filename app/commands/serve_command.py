@@ -13,7 +13,7 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.commands.options import ServerOptions
 from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.engines.service import EngineService, ServerLimits
+from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
@@ -34,11 +34,10 @@ def run_server(options: ServerOptions, *, with_page: bool = False, open_browser:
         trouble = None if options.engine.device == "cpu" else why_unusable()
         if trouble is not None:
             stdout.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
-        limits = ServerLimits(request_timeout_s=options.request_timeout)
         loader = ModelLoader(
             Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
             options.engine,
-            partial(EngineService, limits=limits),
+            partial(EngineService, request_timeout_s=options.request_timeout),
             process=options.engine_process,
             backend=options.backend,
         )

@@ -16,7 +16,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -47,19 +46,6 @@ MAX_SEEN_BYTES = 256 << 20  # of images
 Call = Callable[[], object]
 EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """A client that exceeds a limit gets its value in the error."""
-
-    max_body_bytes: int = 32 * 2**20  # of a request
-    max_messages: int = 10_000  # of a chat
-    max_queued_requests: int = 1024  # outputs that may wait for their first token at the same time
-    request_timeout_s: float | None = None  # from a request's arrival to its last token; None: any time
-
-
-DEFAULT_LIMITS = ServerLimits()
 
 
 class SeenImages:
@@ -118,10 +104,13 @@ class Outbox:
 class EngineService:
     """Runs an engine for many clients of one event loop.
 
-    The engine is the service's alone from `start` to the end of `stop`.
+    The engine is the service's alone from `start` to the end of `stop`. A request may take
+    `request_timeout_s` from its arrival to its last token; None: any time.
     """
 
-    def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
+    max_queued_requests = 1024  # outputs that may wait for their first token at the same time
+
+    def __init__(self, engine: Engine | EngineLink, request_timeout_s: float | None = None) -> None:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         self.is_process = self._link.is_process
         facts = self._link.facts
@@ -133,11 +122,11 @@ class EngineService:
         self.sampling_defaults = facts.sampling_defaults
         self.blindness = facts.blindness  # the sentence that refuses images; empty: the model reads them
         self._seen = SeenImages()
-        self.templates = ChatTemplates(self.tokenizer, limits.max_messages)
+        self.templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
-        self._limits = limits
+        self._request_timeout_s = request_timeout_s
         self._engine_ended = asyncio.Event()
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
@@ -213,7 +202,7 @@ class EngineService:
         """
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)
-        num_outputs, most = len(prompts) * params.n, self._limits.max_queued_requests
+        num_outputs, most = len(prompts) * params.n, self.max_queued_requests
         if num_outputs > most:
             raise ValueError(
                 f"{num_outputs} outputs at once are more than the {most} that may wait: "
@@ -224,8 +213,8 @@ class EngineService:
             raise errors.ServiceError(message, "queue_full")
         request_ids = [str(next(self._ordinals)) for _ in prompts]
         generation = Generation(request_ids, params.n, self._close)
-        if self._limits.request_timeout_s is not None:
-            generation.limit_time(self._limits.request_timeout_s)
+        if self._request_timeout_s is not None:
+            generation.limit_time(self._request_timeout_s)
         self._generations |= dict.fromkeys(request_ids, generation)
         self._queued |= generation.choices
         self.idle_since_s = None

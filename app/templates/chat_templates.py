@@ -28,6 +28,7 @@ from neo_desktop.app.templates.chat_template import MAX_CPU_S, MAX_MEMORY_BYTES,
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 
+MAX_MESSAGES = 10_000  # of a chat
 MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_template.main()"
 
@@ -35,8 +36,8 @@ _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_tem
 class ChatTemplates:
     """Renders the chats of one model, with a limit on their messages; belongs to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, max_messages: int) -> None:
-        self._tokenizer, self._max_messages = tokenizer, max_messages
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         sources = dict.fromkeys(
             tokenizer.chat_template_for(has_tools=has_tools) for has_tools in (False, True)
         )
@@ -55,10 +56,8 @@ class ChatTemplates:
 
     def check_count(self, messages: Sequence[object]) -> None:
         """Raise ChatTemplateError if there are too many messages."""
-        if len(messages) > self._max_messages:
-            raise ChatTemplateError(
-                f"the chat has {len(messages)} messages, but {self._max_messages} is the limit"
-            )
+        if len(messages) > MAX_MESSAGES:
+            raise ChatTemplateError(f"the chat has {len(messages)} messages, but {MAX_MESSAGES} is the limit")
 
     async def render(
         self,

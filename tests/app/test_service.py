@@ -13,7 +13,7 @@ from kv_invariants import check_kv
 from seeds import seeds
 
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService, ServerLimits
+from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService
 from neo_desktop.app.errors import (
     EngineFailedError,
     ServiceError,
@@ -28,7 +28,8 @@ from .fake_engine import FakeExecutor, make_engine
 
 @asynccontextmanager
 async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterator[EngineService]:
-    service = EngineService(engine, ServerLimits(max_queued_requests=max_queued_requests))
+    service = EngineService(engine)
+    service.max_queued_requests = max_queued_requests
     await service.start()
     try:
         yield service
@@ -269,7 +270,7 @@ def test_a_request_that_took_too_long_to_prepare_is_not_begun(
             return [1, 2]
 
         monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
-        service = EngineService(engine, ServerLimits(request_timeout_s=0.01))
+        service = EngineService(engine, request_timeout_s=0.01)
         await service.start()
         slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
         await asyncio.sleep(0.05)
