@@ -15,13 +15,20 @@ from neo_desktop.app.commands.bench_command import EXAMPLES, bench
 from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.models_command import models
 from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
-from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
-from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, print_rows, stderr, stdout
+from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
 DEFAULT_COMMAND = "chat"
+SIMULATE_EXAMPLES = """Examples:
+
+neo-desktop simulate --gpu rtx-3060
+
+neo-desktop simulate --gpu t4 --model llama-2-7b --input 400 --output 50 --requests 500
+
+neo-desktop simulate --gpu rtx-4090 --cpu-memory 128 --model llama-3.1-70b:Q4_K_M --json report.json
+"""
 _OF_MEASURE = (  # what the tables depend on, and no check
     "gpu_cache_tokens",
     "cpu_cache_tokens",
@@ -236,4 +243,27 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)
+@app.command(epilog=SIMULATE_EXAMPLES)
+@with_flags
+def simulate(
+    options: SimulationOptions,
+    json_file: opt.JsonFile = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Show the GPUs, hosts and models that can be named.")
+    ] = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
+    if show_list:
+        from neo_desktop.app.simulate.machine import PUBLISHED
+        from neo_desktop.engine.simulation.presets import GPUS, HOSTS
+
+        for flag, names in (("--gpu", list(GPUS)), ("--cpu", list(HOSTS)), ("--model", list(PUBLISHED))):
+            stdout.print(f"[bold]{flag}[/]: {', '.join(names)}", highlight=False)
+        return
+    from neo_desktop.app.simulate.run import run_simulation
+
+    with loading_bar("Simulating") as progress:
+        report = run_simulation(options, progress)
+    opt.write_json(json_file, report.to_json())
+    report.print(stdout)
