@@ -15,7 +15,7 @@ from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.metrics import EngineCollector
 from neo_desktop.app.errors import NoModelError, ServiceError
-from neo_desktop.app.live.feed import EngineFeed
+from neo_desktop.app.live import EngineFeed
 from neo_desktop.app.news import News
 from neo_desktop.app.selftest import SelfTest
 from neo_desktop.app.shelf.hosting import ModelHost

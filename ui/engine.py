@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from markupsafe import Markup
 
 from neo_desktop.app.application import PageServices
-from neo_desktop.app.live.feed import EngineState, EngineView
-from neo_desktop.app.live.words import notes
+from neo_desktop.app.live import EngineState, EngineView, notes
 from neo_desktop.app.words import number
 from neo_desktop.engine.execute.timeline import busy_shares
 from neo_desktop.engine.kv.cache import PoolUsage
