@@ -15,7 +15,7 @@ from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline, total_ms
 from neo_desktop.ui.following import follow_panel
-from neo_desktop.ui.html import add_navigation, panel, tag
+from neo_desktop.ui.html import panel, tag
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
@@ -40,7 +40,6 @@ ABOUT = {
 
 def engine_view(services: PageServices) -> None:
     """Build the view; it asks the engine once a second while it is seen."""
-    add_navigation()
     shown = panel("<p>Asking the engine …</p>", elem_id="engine")
 
     async def follow() -> AsyncIterator[str]:

@@ -15,6 +15,7 @@ os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
 
 import gradio as gr
 from fastapi import FastAPI
+from gradio.components import Navbar
 from gradio.events import api
 from starlette.routing import Mount
 
@@ -25,7 +26,6 @@ from neo_desktop.ui.chat import ChatView, Look
 from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.following import is_read, while_seen
 from neo_desktop.ui.guard import PageGuard
-from neo_desktop.ui.html import add_navigation
 from neo_desktop.ui.models import models_view
 from neo_desktop.ui.refusals import telling
 from neo_desktop.ui.selftest import selftest_view
@@ -103,18 +103,16 @@ def build(services: PageServices) -> gr.Blocks:
     ) as demo:
         chat_page(services)
     demo.max_threads = MAX_EVENTS
-    with demo.route("Engine", "/engine"):
-        engine_view(services)
-    with demo.route("Models", "/models"):
-        models_view(services)
-    with demo.route("Self-test", "/self-test"):
-        selftest_view(services)
+    for name, view in (("Engine", engine_view), ("Models", models_view), ("Self-test", selftest_view)):
+        with demo.route(name, f"/{name.lower()}"):
+            Navbar(main_page_name="Chat")
+            view(services)
     return demo
 
 
 def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
-    add_navigation()
+    Navbar(main_page_name="Chat")
     with gr.Sidebar(width=280, elem_id="sidebar"):
         left = gr.Column()
     with gr.Column(elem_id="chat"):
