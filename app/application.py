@@ -99,7 +99,7 @@ def create_app(
     app.add_middleware(
         AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
     )
-    api = create_api(host, model_aliases=model_aliases)
+    api = create_api(host, model_aliases)
     app.mount("/v1", api)
 
     @app.get("/openapi.json")

@@ -29,27 +29,17 @@ SHORT_BYTES = 16_384  # validated in less time than the way to a thread and back
 ANTHROPICS = "claude-*"  # names that Anthropic's programs ask for by themselves
 
 
-class ModelNames:
-    """The names under which requests may ask for the model that is loaded; `*` stands for any text."""
-
-    def __init__(self, aliases: Collection[str]) -> None:
-        self._aliases = tuple(dict.fromkeys(aliases))
-
-    def of(self, service: EngineService) -> list[str]:
-        """The model's own name, and those aliases that are names."""
-        return list(dict.fromkeys([service.model_name, *(one for one in self._aliases if "*" not in one)]))
-
-    def check(self, service: EngineService, name: str | None) -> EngineService:
-        """Return the service if this is its model's name; None names any model."""
-        is_alias = name is not None and any(fnmatchcase(name, alias) for alias in self._aliases)
-        if name is None or name == service.model_name or is_alias:
-            return service
-        shown = name[:100]
-        message = (
-            f"the model {shown!r} is not served here, but {service.model_name!r} is: ask for that one, or "
-            f"start the server with --model-alias {shlex.quote(shown)}"
-        )
-        raise ApiError(404, message, param="model", code="model_not_found")
+def check_name(service: EngineService, name: str | None, aliases: Collection[str]) -> EngineService:
+    """Return the service if its model has this name; None names any model, `*` in an alias any text."""
+    is_alias = name is not None and any(fnmatchcase(name, alias) for alias in aliases)
+    if name is None or name == service.model_name or is_alias:
+        return service
+    shown = name[:100]
+    message = (
+        f"the model {shown!r} is not served here, but {service.model_name!r} is: ask for that one, or "
+        f"start the server with --model-alias {shlex.quote(shown)}"
+    )
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def parse(request: Request, schema: type[BaseModel]) -> BaseModel:
@@ -95,14 +85,8 @@ class BodyRoute(APIRoute):
 _STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
-def create_api(
-    host: ModelHost,
-    *,
-    model_aliases: Collection[str] = (),
-) -> FastAPI:
+def create_api(host: ModelHost, aliases: Collection[str]) -> FastAPI:
     """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded."""
-    names = ModelNames(model_aliases)
-    anthropics_names = ModelNames([*model_aliases, ANTHROPICS])
     app = FastAPI(
         title="neo-desktop",
         version=version("neo-desktop"),
@@ -128,11 +112,11 @@ def create_api(
         answer: Callable[[EngineService, Any], Awaitable[Response]],
         example: Json,
     ) -> None:
-        known = anthropics_names if path.startswith("/messages") else names
+        known = (*aliases, ANTHROPICS) if path.startswith("/messages") else aliases
 
         async def endpoint(body: Any) -> Response:
-            known.check(host.service, body.model)
-            return await answer(known.check(await host.ready(), body.model), body)
+            check_name(host.service, body.model, known)
+            return await answer(check_name(await host.ready(), body.model, known), body)
 
         schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
         endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=shown)]
@@ -165,12 +149,16 @@ def create_api(
     @app.get("/models", summary="The model that is loaded")
     async def models() -> Response:
         served = [host.service] if host.has_service else []
-        cards = [_model(service, name, created) for service in served for name in names.of(service)]
+        plain = [name for name in aliases if "*" not in name]
+        names = [
+            (service, name) for service in served for name in dict.fromkeys([service.model_name, *plain])
+        ]
+        cards = [_model(service, name, created) for service, name in names]
         return JSONResponse({"object": "list", "data": cards})
 
     @app.get("/models/{name:path}", summary="One model")
     async def one_model(name: str) -> Response:
-        return JSONResponse(_model(names.check(host.service, name), name, created))
+        return JSONResponse(_model(check_name(host.service, name, aliases), name, created))
 
     return app
 

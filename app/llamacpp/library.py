@@ -5,9 +5,7 @@ debug messages; exceptions carry its last errors.
 """
 
 import ctypes
-import functools
 import logging
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -145,9 +143,7 @@ class LlamaModel:
     def tokens_with(self, *attributes: str) -> frozenset[int]:
         """Return the tokens with one of these attributes, in the words of llama.h: "CONTROL"."""
         api, vocabulary = self._api, self._vocabulary
-        mask = functools.reduce(
-            operator.or_, (getattr(api, f"LLAMA_TOKEN_ATTR_{name}") for name in attributes)
-        )
+        mask = sum(getattr(api, f"LLAMA_TOKEN_ATTR_{name}") for name in attributes)  # a bit each
         tokens = range(self.num_tokens)
         return frozenset(i for i in tokens if api.llama_vocab_get_attr(vocabulary, i) & mask)
 
