@@ -148,12 +148,11 @@ def create_api(host: ModelHost, aliases: Collection[str]) -> FastAPI:
 
     @app.get("/models", summary="The model that is loaded")
     async def models() -> Response:
-        served = [host.service] if host.has_service else []
-        plain = [name for name in aliases if "*" not in name]
-        names = [
-            (service, name) for service in served for name in dict.fromkeys([service.model_name, *plain])
-        ]
-        cards = [_model(service, name, created) for service, name in names]
+        cards = []
+        if host.has_service:
+            plain = [name for name in aliases if "*" not in name]
+            names = dict.fromkeys([host.service.model_name, *plain])
+            cards = [_model(host.service, name, created) for name in names]
         return JSONResponse({"object": "list", "data": cards})
 
     @app.get("/models/{name:path}", summary="One model")
