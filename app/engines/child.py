@@ -1,10 +1,4 @@
-"""The engine's process: loads a model, then runs the engine's loop between two pipes.
-
-    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, and the child ends
-    stdout  events, log messages
-
-Prints go to stderr in place of both.
-"""
+"""The engine's process: loads a model, then runs the engine's loop between two pipes; prints go to stderr."""
 
 import faulthandler
 import gc
@@ -89,7 +83,7 @@ def _run(frames: Iterator[Any], writer: "_Events") -> None:
 def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
     try:
         for command in frames:
-            ready.result().take(command)
+            ready.result().send(command)
     finally:
         # The parent is gone, killed perhaps. Its successor may be waiting for the memory.
         os._exit(FAILED_STATUS)
