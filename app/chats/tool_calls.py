@@ -39,8 +39,6 @@ class ToolCalls:
 
     async def tools(self, servers: Sequence[str]) -> "dict[str, ServerTool]":
         """Return the tools of servers by the names for the model, unlike each other. McpError."""
-        if not servers:
-            return {}
         tools = await self._servers.tools(servers)
         names = Counter(tool.name for tool in tools)
         found: dict[str, ServerTool] = {}
