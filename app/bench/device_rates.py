@@ -19,9 +19,6 @@ class Direction(StrEnum):
     TO_HOST = "to host"
 
 
-BOTH = (Direction.TO_DEVICE, Direction.TO_HOST)
-
-
 def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes whose matrices fit into a quarter of the free memory."""
     free, _ = torch.cuda.mem_get_info()

@@ -15,7 +15,6 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.device_rates import (
-    BOTH,
     CudaTimer,
     Direction,
     Rate,
@@ -44,7 +43,7 @@ _OFFLOADS = {
 _WAYS = {
     "host to GPU": (Direction.TO_DEVICE,),
     "GPU to host": (Direction.TO_HOST,),
-    "both ways together": BOTH,
+    "both ways together": tuple(Direction),
 }
 
 
