@@ -21,12 +21,12 @@ from neo_desktop.app.chats.messages import (
     Message,
     NotFoundError,
     NotPossibleError,
+    Round,
     Settings,
     branch,
     make_title,
     newest_leaf,
 )
-from neo_desktop.app.chats.rounds import Round
 
 BEING_WRITTEN = "the answer is still being written: wait for its end, or stop it"
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from neo_desktop.app.chats.messages import NotPossibleError
-from neo_desktop.app.chats.rounds import place_of
+from neo_desktop.app.chats.messages import NotPossibleError, place_of
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.generate.history import arguments_of
 from neo_desktop.app.mcp.config import McpError
