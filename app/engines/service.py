@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -46,29 +46,6 @@ MAX_SEEN_BYTES = 256 << 20  # of images
 Call = Callable[[], object]
 EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
-
-
-class SeenImages:
-    """The images used last, by their files."""
-
-    def __init__(self) -> None:
-        self._images: OrderedDict[bytes, SeenImage] = OrderedDict()
-        self._nbytes = 0
-
-    async def get(self, data: bytes, see: Callable[[], Awaitable[SeenImage]]) -> SeenImage:
-        """Return a file's image; call `see` if it is unknown."""
-        key = blake2b(data, digest_size=32).digest()
-        if key not in self._images:
-            image = await see()
-            if key not in self._images:  # another request may have asked meanwhile
-                self._images[key] = image
-                self._nbytes += image.nbytes
-        self._images.move_to_end(key)
-        found = self._images[key]
-        while self._nbytes > MAX_SEEN_BYTES and len(self._images) > 1:
-            _, oldest = self._images.popitem(last=False)
-            self._nbytes -= oldest.nbytes
-        return found
 
 
 class Outbox:
@@ -121,7 +98,7 @@ class EngineService:
         self._input_processor = facts.input_processor
         self.sampling_defaults = facts.sampling_defaults
         self.blindness = facts.blindness  # the sentence that refuses images; empty: the model reads them
-        self._seen = SeenImages()
+        self._seen: OrderedDict[bytes, SeenImage] = OrderedDict()  # the images used last, by their files
         self.templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
@@ -246,7 +223,15 @@ class EngineService:
 
     async def see(self, data: bytes) -> SeenImage:
         """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
-        return await self._seen.get(data, lambda: self._ask(msg.See, data))
+        key = blake2b(data, digest_size=32).digest()
+        if key not in self._seen:
+            image = await self._ask(msg.See, data)
+            self._seen.setdefault(key, image)  # another request may have asked meanwhile
+        self._seen.move_to_end(key)
+        found = self._seen[key]
+        while len(self._seen) > 1 and sum(image.nbytes for image in self._seen.values()) > MAX_SEEN_BYTES:
+            self._seen.popitem(last=False)
+        return found
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
