@@ -55,12 +55,10 @@ def create_app(
     """Return the REST API; its start and end start and stop the service of the loaded model.
 
     Args:
-        host: not started yet.
         allowed_hosts: names, beside those of loopback, under which the server may be addressed.
         allowed_origins: sites whose pages may use the server, see `origins_pattern`.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
-        trouble: what keeps this computer's GPU from being used, for the page to show.
     """
     page = None
     if data_folder is not None:

@@ -98,7 +98,6 @@ class ResponsesRequest(SampledRequest):
     def conversation_of(
         self, items: Sequence[Item], tools: ResponseTools, template: str | None
     ) -> Conversation:
-        """Return the continued conversation, for the model with this template."""
         messages = for_template(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})

@@ -45,7 +45,6 @@ class Chats:
         self._worker.close()
 
     async def entries(self, query: str = "") -> list[ChatEntry]:
-        """All chats, the newest first; see `ChatStore.entries`."""
         return await self._worker(self._store.entries, query)
 
     async def chat(self, chat_id: str) -> Chat:
@@ -53,7 +52,6 @@ class Chats:
         return replace(chat, messages=tuple(map(self.answers.present, chat.messages)))
 
     async def version(self) -> int:
-        """Another number when another process has changed the file."""
         return await self._worker(self._store.version)
 
     async def create(self, settings: Settings) -> Chat:

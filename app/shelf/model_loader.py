@@ -48,7 +48,6 @@ class EngineRecipe:
     options: EngineOptions
 
     def __call__(self, progress: Progress) -> Engine:
-        """Load the model; raises what the engine raises."""
         engine = Engine.from_options(self.options, progress=progress)
         engine.model_name = self.name  # of a folder in the hub's cache, the engine knows a hash only
         return engine
