@@ -5,7 +5,6 @@ import os
 import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 from rich.markup import escape
 
@@ -13,7 +12,6 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.commands.options import ServerOptions
 from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
@@ -37,7 +35,7 @@ def run_server(options: ServerOptions, *, with_page: bool = False, open_browser:
         loader = ModelLoader(
             Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
             options.engine,
-            partial(EngineService, request_timeout_s=options.request_timeout),
+            request_timeout_s=options.request_timeout,
             process=options.engine_process,
             backend=options.backend,
         )

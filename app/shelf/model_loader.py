@@ -1,7 +1,6 @@
 """From a model's name to a service, with the settings of the command line, which hold for every model."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -94,13 +93,13 @@ class ModelLoader:
         self,
         catalogue: Catalogue,
         options: EngineOptions,
-        make_service: Callable[[EngineLink], EngineService] = EngineService,
+        request_timeout_s: float | None = None,
         process: bool | None = None,
         backend: str = "auto",
     ) -> None:
         self.catalogue = catalogue
         self.options = options
-        self._make_service = make_service
+        self._request_timeout_s = request_timeout_s
         self._wants_process = process
         self._backend = backend
         self.note: str | None = None  # for the owner of the computer, about the loaded model
@@ -130,7 +129,7 @@ class ModelLoader:
         else:
             link = EngineThread(make(progress))
         self.note = link.facts.note
-        return self._make_service(link)
+        return EngineService(link, self._request_timeout_s)
 
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
         return replace(

@@ -40,12 +40,8 @@ _BUSY_ANSWER = (
 Stop = Callable[[], Awaitable[object]]
 
 
-class PortError(OSError):
-    """An address that cannot be listened on; the message says why and what to do."""
-
-
 def claim_port(host: str, port: int) -> socket.socket:
-    """Listen on an address, to reserve it while the model loads; port 0 takes a free one."""
+    """Listen on an address, to reserve it while the model loads; port 0 takes a free one. OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)
@@ -53,7 +49,7 @@ def claim_port(host: str, port: int) -> socket.socket:
         # name their protocol; accepted ones inherit it.
         return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listening.detach())
     except OverflowError:
-        raise PortError(f"port {port} does not exist: choose one from 0 to 65535") from None
+        raise OSError(f"port {port} does not exist: choose one from 0 to 65535") from None
     except OSError as error:
         reason = {
             errno.EADDRINUSE: "is in use: stop the program that uses it, or choose another port",
@@ -61,7 +57,7 @@ def claim_port(host: str, port: int) -> socket.socket:
             socket.EAI_NONAME: "is not known: use 127.0.0.1",
             errno.EADDRNOTAVAIL: "is not an address of this computer: use 127.0.0.1",
         }.get(error.errno or 0, f"cannot be used: {error.strerror}")
-        raise PortError(f"{host}:{port} {reason}") from error
+        raise OSError(f"{host}:{port} {reason}") from error
 
 
 def urls(host: str, port: int) -> list[str]:
