@@ -29,7 +29,7 @@ neo-desktop simulate --gpu t4 --model llama-2-7b --input 400 --output 50 --reque
 
 neo-desktop simulate --gpu rtx-4090 --cpu-memory 128 --model llama-3.1-70b:Q4_K_M --json report.json
 """
-_OF_MEASURE = (  # what the tables depend on, and no check
+_OF_MEASURE = (  # the tables depend on these, and no check does
     "gpu_cache_tokens",
     "cpu_cache_tokens",
     "swap_cache_tokens",

@@ -14,7 +14,7 @@ from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.stats import LLAMACPP
 
 PERIOD_S = 1.0  # between two looks
-TIMEOUT_S = 1.0  # for an answer; then the last one is shown again, with its age
+TIMEOUT_S = 1.0  # wait for the engine's view; after it, the page shows the previous one with its age
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 RESTING = (
     "The model rests: nobody asked it anything for a while, so it gave its memory back. "

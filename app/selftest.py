@@ -58,7 +58,7 @@ class SelfTest:
         self._host = host
         self._folder = folder
         self.running: Run | None = None
-        self.error: str | None = None  # why the last run has no report
+        self.error: str | None = None  # reason for the last run's missing report
         self._command = command or PROGRAM
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None

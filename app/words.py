@@ -12,7 +12,7 @@ _REASONS = {
     errno.EROFS: "this disk can only be read",
     errno.ENOSPC: "the disk is full",
 }
-# What a person can mend: memory, files, settings. Anything else is a defect.
+# Errors that a person can mend: memory, files, settings. All others are defects.
 EXPECTED = (ValueError, MemoryError, OSError, RuntimeError)
 
 

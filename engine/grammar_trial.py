@@ -49,7 +49,7 @@ class GrammarTrial:
         self._lock = threading.Lock()
 
     def is_harmless(self, grammar: str) -> bool:
-        """Return True if a grammar compiles within the limits; errors in the grammar are harmless."""
+        """Return False if compiling exceeds the time or memory limit; an invalid grammar is harmless."""
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
@@ -90,7 +90,7 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     return process.stdin, process.stdout
 
 
-# The rest runs in the process.
+# Code of the trial process.
 
 
 def main() -> None:

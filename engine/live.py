@@ -113,7 +113,7 @@ class LiveView:
 
     stats: EngineStats
     requests: tuple[LiveRequest, ...]  # running requests, by arrival
-    num_gpu_alone: int | None = None  # how many fit in the GPU-cache alone; None: no GPU-cache exists
+    num_gpu_alone: int | None = None  # requests that fit in the GPU-cache alone; None: no GPU-cache exists
     is_gpu_imitated: bool = False  # the CPU stands in for the GPU, with a GPU-cache in host memory
     device_name: str | None  # of the GPU
     weights_bytes: int  # all in the device's memory, in the model's dtype
@@ -237,7 +237,7 @@ class Notes:
 
     @property
     def spans_age_s(self) -> float:
-        """Time since the end of that iteration."""
+        """Seconds since the end of the last recorded iteration."""
         spans = self.spans
         return time.perf_counter() - max(span.end_ns for span in spans) / 1e9 if spans else 0.0
 

@@ -92,8 +92,8 @@ def _sample(
 def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     """Choose one token per row [rows, vocab]; return [rows] int64.
 
-    A random number selects another token if tokens are sorted. Each row therefore takes the same path in
-    every batch.
+    Sorted and unsorted sampling map a random number to different tokens, so a row's own parameters choose
+    its path, not its batch.
     """
     rows_of: dict[Callable[[Tensor, Sequence[SamplingInput]], Tensor], list[int]] = {}
     for row, item in enumerate(inputs):

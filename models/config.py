@@ -234,7 +234,7 @@ class ModelConfig:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names in checkpoints and shapes of the weights outside matrices."""
+        """Name in checkpoints -> shape of a weight, for weights that are not matrices."""
         found: dict[str, tuple[int, ...]] = {}
         for layer in range(self.num_layers_in_all):
             prefix = f"model.layers.{layer}."

@@ -22,7 +22,7 @@ SIGNS = tuple(map(chr, chain(range(0xFDD0, 0xFDF0), (0xFFFE, 0xFFFF), range(0xE0
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A chat in the text of its template.
+    """A chat rendered by its template.
 
     Args:
         pieces: text, mark, text, mark, …, text; texts may be empty. Only the marks become control tokens.

@@ -15,7 +15,7 @@ from neo_desktop.models.json_file import JsonFile, ModelError, check_size, read_
 from neo_desktop.models.marks import ChatText, Marks
 
 MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; the largest vocabularies need 35 MB
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete UTF-8 sequence
 _HALF = "The text holds half of a surrogate pair, which is not a character: remove it."
 _MAX_HELD_TOKENS = 64  # a longer run of broken bytes is passed on, not held forever
 _THOUGHTS = frozenset((OPENING, CLOSING))

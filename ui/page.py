@@ -46,7 +46,7 @@ UNUSED_SLEEP_S = 0.25  # while no page is open
 PROGRESS_SLEEP_S = 1.0  # the page reports none
 MAX_EVENTS = 400  # under way at a time: each open page has two
 MAX_STATES = 10_000  # pages whose `Look` is kept
-OTHERS_S = 1.0  # how often changes of another process are looked for
+OTHERS_S = 1.0  # period of checks for changes of another process
 MAX_FILE = "20mb"
 READ_ADDRESS = "(look) => [look, location.search]"
 

@@ -13,7 +13,7 @@ from neo_desktop.app.selftest import SelfTestError
 from neo_desktop.app.shelf.hosting import ShelfError
 from neo_desktop.engine.errors import SettingError
 
-# What a person can cause; the page shows its message.
+# Errors that a person can cause; the page shows their messages.
 REFUSALS = (
     *(ApiError, NotFoundError, NotPossibleError, SelfTestError, ServiceError),
     *(SettingError, ShelfError, StoreError, ValidationError),

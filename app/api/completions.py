@@ -32,7 +32,7 @@ FILL_MARKS = (
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompts  # one or several
-    suffix: str | None = None  # what follows the gap; for models that were trained to fill one
+    suffix: str | None = None  # text after the gap; for models that were trained to fill one
     echo: bool | None = None  # begin with the prompt
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # unless false, the tokenizer puts its special tokens around texts

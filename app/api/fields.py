@@ -162,7 +162,7 @@ def described(what: str) -> WrapValidator:
 
 
 class Skipped(Model):
-    """A part of a body that the answer does without."""
+    """A part of a request that the server ignores with a warning."""
 
     type: str
 

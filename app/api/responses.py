@@ -88,7 +88,7 @@ class ResponsesRequest(SampledRequest):
     parallel_tool_calls: bool | None = None
 
     metadata: dict[str, str] | None = None  # it comes back with the response
-    image: Any = None  # how images are read; there are none
+    image: Any = None  # reader of images; there are none
 
     def sampling_params(self, defaults: GenerationDefaults, **more: Any) -> SamplingParams:
         is_included = _LOGPROBS in (self.include or ())

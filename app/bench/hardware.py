@@ -64,7 +64,7 @@ class HardwareReport:
     isa: str  # of the kernels
     torch_threads: int  # of matrix products on the CPU
     gpu_name: str  # empty: there is no GPU
-    gpu_note: str  # why there is none
+    gpu_note: str  # reason for its absence
     gpu_memory_bytes: int  # that reads and copies go over
     figures: tuple[Figure, ...]
     notes: tuple[str, ...]

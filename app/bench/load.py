@@ -25,7 +25,7 @@ from neo_desktop.engine.unused_memory import return_memory
 ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
 FIRST_BURST, MOST_BURST = 4, 512
-BURST_GAIN = 1.1  # what a burst twice as large has to bring
+BURST_GAIN = 1.1  # least gain of a burst twice as large
 WARM_UP = 2  # requests sent first, and not counted
 MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
 _CAPACITY_SHARE = 0.2  # of a policy's progress
@@ -84,7 +84,7 @@ class LoadMetrics:
     duration_s: float
     requests: int
     finished: int
-    failures: dict[str, int]  # why requests have no answer -> how many
+    failures: dict[str, int]  # reason for missing answers -> their number
     output_tokens: int
     finished_per_s: float  # requests
     output_tokens_per_s: float
@@ -160,7 +160,7 @@ class LoadCurve:
     alone: LoadPoint  # one request by itself
     capacity: LoadPoint | None  # enough requests at once; None: not measured yet
     points: tuple[LoadPoint, ...]  # by rising rate
-    drain_s: float  # how long after the last arrival requests were waited for
+    drain_s: float  # wait after the last arrival
 
     @property
     def sustained(self) -> LoadPoint | None:

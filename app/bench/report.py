@@ -38,7 +38,7 @@ pre {{ font: .85rem/1.5 ui-monospace, monospace; overflow-x: auto }}
 _STEADY = 1.1  # the most by which the fastest and the slowest probe of a steady computer differ
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
-# What a suite found: plain data, which is its JSON (`suite` tells which), and a `section` of the page.
+# A suite's results: plain data, which is its JSON (`suite` names it), and a `section` of the page.
 # A suite yields it again and again, each time with more in it.
 AnySuiteReport = HardwareReport | ThroughputReport | LoadReport
 
@@ -59,7 +59,7 @@ class Report:
     interrupted: str | None = None  # the suite that was under way when the run was ended: it may lack cases
     gpu_slice_sms: int | None = None  # multiprocessors that all GPU work was confined to; None: to none
     model_note: str = ""  # which model was chosen and why; empty: it was asked for, or the built-in one
-    probes: tuple[Probe, ...] = ()  # how fast the computer itself was, before the suites and after each
+    probes: tuple[Probe, ...] = ()  # the computer's own speed, before the suites and after each
 
     @property
     def has_failed(self) -> bool:

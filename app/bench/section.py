@@ -15,7 +15,7 @@ from rich.text import Text
 
 from neo_desktop.app.words import binary_size, number
 
-# What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%", "n:size")
+# Content of a column: a row's attribute ("rate.median"), perhaps with a format ("share:.0%", "n:size")
 # and a unit ("power:.0f W"), or what a function makes of the row.
 Column = str | Callable[[Any], object]
 

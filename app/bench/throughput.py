@@ -40,7 +40,7 @@ from neo_desktop.engine.setup import EngineParts, take_memory
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic
 
-BASELINE = "gpu-only"  # what offloading is compared with
+BASELINE = "gpu-only"  # offloading is compared with it
 # Tokens in and out of a synthetic request. On a GPU as in summaries, the case that NEO was made for (its
 # section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
 LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}

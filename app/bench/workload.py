@@ -64,7 +64,7 @@ class Record:
     arrival_ms: float  # when it was due
     answer: list[SampledToken] = field(default_factory=list)
     chunks_ms: list[float] = field(default_factory=list)
-    error: str = ""  # why its answer is missing or incomplete
+    error: str = ""  # reason for a missing or incomplete answer
 
     @property
     def ttft_ms(self) -> float:

@@ -188,7 +188,7 @@ class Answers:
             tools=[Tool(name, tool.description, tool.parameters) for name, tool in tools.items()],
             begun=Begun(message.thought, message.text),
         )
-        # What the chat does not set is the model's own.
+        # The model's own values replace those that the chat does not set.
         params = outputs.sampling_params(service.sampling_defaults, **settings.sampling())
         async with await outputs.begin(service, conversation, params, cuts_max_tokens=True) as answer:
             growing.begin(answer, service.model_name)

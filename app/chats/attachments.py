@@ -85,7 +85,7 @@ def _plain_text(name: str, content: bytes) -> str:
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError:
-        # What Windows wrote before UTF-8. It gives almost any bytes a meaning: the control characters tell.
+        # The encoding of Windows before UTF-8. It accepts almost any bytes; the control characters tell.
         text = content.decode("cp1252", errors="replace")
     if _BINARY.search(text):
         raise ApiError(

@@ -133,7 +133,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 def _set_up(connection: sqlite3.Connection) -> None:
     connection.create_function("holds", 2, lambda text, word: word in text.casefold(), deterministic=True)
     connection.execute("PRAGMA foreign_keys = ON")
-    # What is committed stays, even when the power fails; commits are few, so the disk's time for it is small.
+    # Committed chats stay, even when the power fails; commits are few, so the disk's time for it is small.
     connection.execute("PRAGMA synchronous = FULL")
     deadline_s = time.monotonic() + BUSY_TIMEOUT_S
     while True:  # SQLite does not wait by itself when two open a new file at once

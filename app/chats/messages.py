@@ -119,9 +119,9 @@ class Message:
     created_s: Time
     text: Text = field(repr=False)
     thought: Text = field(default="", repr=False)
-    thought_s: Number | None = None  # how long the model thought
+    thought_s: Number | None = None  # the model's thinking time
     state: State = "done"  # cut: the server ended meanwhile
-    error: Text | None = None  # why it failed, for people
+    error: Text | None = None  # reason of a failure, for people
     figures: Figures | None = None
     attachments: tuple[Attachment, ...] = ()
     rounds: Annotated[tuple[Round, ...], Field(max_length=1000)] = ()  # before `thought` and `text`

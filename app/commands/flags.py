@@ -65,7 +65,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__annotations__ = {}
-    flat.__signature__ = Signature(flags)  # type: ignore[attr-defined]  # what inspect.signature looks for
+    flat.__signature__ = Signature(flags)  # type: ignore[attr-defined]  # inspect.signature reads it
     return flat
 
 

@@ -199,7 +199,7 @@ def pull(
         pulled = pull_model(name, progress)
     lines = [] if pulled.choice is None else [f"{pulled.choice}."]
     lines.append(f"{name} is in {pulled.path}.")
-    # What the catalogue calls it: a folder with one GGUF file is a model of the folder's name.
+    # The catalogue's name: a folder with one GGUF file is a model of the folder's name.
     paths = (pulled.path, pulled.path.parent)
     found = [model for model in Catalogue([own_folder()]).models() if model.path in paths]
     if found and found[0].reason is not None:
@@ -231,7 +231,7 @@ def remove(
 def _loader(
     models_dirs: list[Path] | None, path: Path | None = None, tensor_parallel: int = 1
 ) -> "ModelLoader":
-    """Return what knows the models in these folders; with a path, one more, which comes first."""
+    """Return a loader of the models in these folders; the model at `path`, if given, comes first."""
     from neo_desktop.app.shelf.catalogue import Catalogue
     from neo_desktop.app.shelf.model_loader import ModelLoader
     from neo_desktop.engine.options import BUILTIN, EngineOptions

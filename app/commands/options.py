@@ -24,7 +24,7 @@ def _blaming(flag: str) -> Iterator[None]:
 
 
 def _existing_folders(paths: list[Path] | None) -> list[Path] | None:
-    """Refuse folders of models that do not exist: their models would only be missing."""
+    """Refuse missing folders, whose models would be absent without a message."""
     for path in paths or ():
         if not path.expanduser().is_dir():
             raise typer.BadParameter(f"there is no folder {path}")
@@ -81,7 +81,7 @@ JsonFile = Annotated[
 
 
 def write_json(file: Path | None, data: Any) -> None:
-    """Write the figures where `--json` was given."""
+    """Write the figures to the file of `--json`, if given."""
     if file is not None:
         file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 

@@ -26,7 +26,7 @@ def run_server(options: ServerOptions, *, with_page: bool = False, open_browser:
     Without the page, requests are answered once the model is loaded; those that come before wait. The page is
     there at once, and shows how the model is loaded.
     """
-    gc.freeze()  # what was imported stays: to look through it for garbage again and again takes 100 ms each
+    gc.freeze()  # imported modules stay; garbage collection would search them for 100 ms each time
     # First the port: to find it busy after minutes of loading would be a poor joke.
     with claim_port(options.host, options.port) as socket:
         trouble = None if options.engine.device == "cpu" else why_unusable()

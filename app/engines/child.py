@@ -51,7 +51,7 @@ def main() -> None:
 
 def _run(frames: Iterator[Any], writer: "_Events") -> None:
     ready: Future[EngineLoop] = Future()
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # imported modules stay
     last_s, last_what = 0.0, ""
 
     def progress(share: float, what: str) -> None:

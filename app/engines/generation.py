@@ -24,7 +24,7 @@ class Generation:
         self.n = n
         self.choices = set(itertools.product(self.request_ids, range(n)))  # its outputs: (request_id, choice)
         self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
-        self.failure: errors.ServiceError | None = None  # why the rest will not come
+        self.failure: errors.ServiceError | None = None  # the error that ended the stream early
         self.arrived_s = time.monotonic()
         self.first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) → when its first token came
         self._close = close

@@ -29,7 +29,7 @@ from neo_desktop.engine.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.25  # how often, while loading, it is asked whether the model is still wanted
+POLL_S = 0.25  # period of checks, while loading, that the model is still wanted
 LOAD_TIMEOUT_S = 900.0  # the longest step of loading that says nothing
 # More than any iteration takes. On a GPU the engine itself gives up earlier where it can; on a CPU a chunk of
 # a large model's prompt takes minutes.
@@ -57,7 +57,7 @@ class EngineProcess:
         self._kill_reason: str | None = None
         self._is_over = threading.Event()  # the loop in the child has ended
         self._lock = threading.Lock()
-        self._early: queue.SimpleQueue[Any] = queue.SimpleQueue()  # what came before `start`
+        self._early: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages before `start`
         self._receive: msg.Receiver | None = None
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         level = logging.getLogger().getEffectiveLevel()

@@ -37,8 +37,8 @@ from neo_desktop.models.vision.prompt import SeenImage
 
 logger = logging.getLogger(__name__)
 
-SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
-STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
+SHORT_PROMPTS = 2000  # most characters or token ids that the event loop tokenises itself
+STOP_TIMEOUT_S = 5.0  # stop() waits for the running iteration
 CALLS_PER_TURN = 16  # of the event loop, from the engine's thread
 TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 MAX_SEEN_BYTES = 256 << 20  # of images
@@ -112,7 +112,7 @@ class EngineService:
         self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
         self._num_heard = 0  # events of the engine's so far
         self._watch: asyncio.Task[None] | None = None
-        # Why new requests are refused at present.
+        # Reason for which new requests are refused.
         self.refusal: errors.ServiceError | None = errors.ServiceStoppedError(
             "the service has not been started"
         )

@@ -170,7 +170,7 @@ class CallReader:
         self._gap, self._has_mark, self._in_list = [self._format.opening], True, False
 
     def _mark(self) -> Reading[str]:
-        """Return the mark that stands here, or nothing."""
+        """Return the opening or closing mark of a call at the read position, or ""."""
         source, marks = self._source, [self._format.opening, self._format.closing]
         while True:
             rest = source.text[source.at : source.at + max(map(len, marks))]

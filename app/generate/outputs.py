@@ -127,7 +127,7 @@ class Outputs:
 
 
 class _Reader:
-    """Reads one output: thoughts first, then calls; nothing at all in raw completions."""
+    """Splits one output into thoughts, text and calls; passes raw completions through."""
 
     def __init__(self, prepared: Prepared | None) -> None:
         self._thoughts = ThoughtSplitter(prepared.is_thinking) if prepared else None

@@ -56,7 +56,7 @@ class ToolFormat:
 
     opening: str
     closing: str = ""
-    separators: str = ""  # what else than white space may stand between calls
+    separators: str = ""  # characters between calls, besides white space
     arguments_key: str = "arguments"
     in_list: bool = False  # the objects stand in one list after one mark
     is_bare: bool = False  # a text that begins with "{" is a call without any mark

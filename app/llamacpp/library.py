@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_TEXT_BYTES = 1 << 16  # of an entry of the metadata
 _WARNING, _ERROR = 3, 4  # levels of ggml's log
 _errors: deque[str] = deque(maxlen=3)  # that llama.cpp logged last
-_LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # what it warns of is rarely for people
+_LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # its warnings are rarely for people
 
 
 @cache

@@ -40,7 +40,7 @@ class LocalModel:
     parameters: int | None = None  # None: unknown
     context_tokens: int | None = None
     config: ModelConfig | None = None  # None: this program cannot run it
-    reason: str | None = None  # why it cannot be run; None: it can
+    reason: str | None = None  # obstacle; None: it runs
     is_quantised: bool = False  # its weights have less than 16 bits
     form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
     layer: Layer | None = None  # of multi-token prediction; None: it has none that can draft

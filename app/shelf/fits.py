@@ -32,7 +32,7 @@ from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
 class Fit:
     """Result of a prediction; only `reason` counts where the model does not fit."""
 
-    reason: str | None  # why it does not fit; None: it does
+    reason: str | None  # obstacle; None: it fits
     dtype: str  # of weights and KV
     weights_bytes: int  # over every rank
     host_weights_bytes: int  # that a GPU has no room for
@@ -47,7 +47,7 @@ class Fit:
     most_chats: int  # at once, with any memory
     is_imitated: bool  # no GPU: both caches are in host memory
     speed: Speed | None
-    speed_reason: str | None  # why there is none
+    speed_reason: str | None  # reason for its absence
 
 
 class Fitting:

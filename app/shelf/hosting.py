@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
 
 NO_MODEL = "no model is loaded: load one in the Models view, or start the server with --model"
-STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
+STOP_TIMEOUT_S = 5.0  # the server's end waits for a model that is being loaded
 SMALLEST_STEP = 0.01  # of progress that is worth telling
 
 
@@ -53,7 +53,7 @@ class Loading:
     name: str
     share: float  # done, 0 to 1
     what: str  # is being done
-    reason: str | None = None  # why it is started again; None: a person wants it
+    reason: str | None = None  # cause of a restart; None: a person wants it
 
 
 class ModelHost:
@@ -79,7 +79,7 @@ class ModelHost:
     ) -> None:
         self.name = name if name is not None or service is None else service.model_name
         self.loading: Loading | None = None
-        self.error: str | None = None  # why the last load failed, or why the engine is not started again
+        self.error: str | None = None  # error of the last load, or the obstacle to a restart
         self.is_resting = False  # the idle model gave its memory back
         self.listeners: list[Callable[[], object]] = []  # called on the loop when any of this changes
         self._service = service  # loaded, or resting
@@ -199,7 +199,7 @@ class ModelHost:
         finally:
             self.loading = self._task = None
         if self._service is None:
-            await asyncio.to_thread(return_memory)  # what a load that failed had taken
+            await asyncio.to_thread(return_memory)  # memory of the failed load
         self._tell()
 
     async def _replace(self, name: str) -> None:

@@ -58,7 +58,7 @@ class Candidate:
 
     model: LocalModel
     fit: Fit | None  # None: unknown
-    reason: str | None  # why it cannot be run; None: it can, if it fits
+    reason: str | None  # obstacle; None: it runs if it fits
     runs_llamacpp: bool
 
     @property
@@ -104,7 +104,7 @@ class ModelLoader:
         self._backend = backend
         self.note: str | None = None  # for the owner of the computer, about the loaded model
         self._before_bytes: int | None = None  # of this process before the load
-        self._device: torch.device | None = None  # what "auto" was the first time
+        self._device: torch.device | None = None  # the first choice of "auto"
         self._process: EngineProcess | None = None  # of the model that was loaded last
 
     def __call__(self, name: str, progress: Progress) -> EngineService:

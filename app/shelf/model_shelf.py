@@ -23,7 +23,7 @@ class ModelShelf:
 
     def __init__(self, host: ModelHost, loader: ModelLoader | None, news: News) -> None:
         self.host = host
-        self.models: list[Candidate] = []  # as last looked at
+        self.models: list[Candidate] = []  # the last scan found them
         self.pulling: Loading | None = None
         self.pull_error: str | None = None
         self.folders = [] if loader is None else loader.catalogue.folders

@@ -37,7 +37,7 @@ QUANTISATIONS = (
 )
 _QUANTISED = re.compile(r"(?:.*[-._/])?(?P<name>" + "|".join(QUANTISATIONS) + r")", re.IGNORECASE)
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-_NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|/)mtp-", re.IGNORECASE)  # what sees, calibrates or drafts
+_NO_MODEL = re.compile(r"mmproj|imatrix|(?:^|/)mtp-", re.IGNORECASE)  # of towers, calibrations, drafters
 
 
 @dataclass(frozen=True, slots=True)

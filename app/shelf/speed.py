@@ -32,7 +32,7 @@ class MachineFigures:
     gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
     host: HostPreset
     has_gpu: bool
-    source: str  # where the figures come from
+    source: str  # source of the figures
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class SimulationReport:
     machine: Machine
     requests: tuple[WorkloadRequest, ...]
     results: dict[str, SimulationResult]
-    bound_output_tokens_per_s: float  # what no policy can exceed on this machine without drafts
+    bound_output_tokens_per_s: float  # upper bound of every policy on this machine, without drafts
     acceptance: float = 0.0  # probability that a drafted token is right; 0: no drafts
 
     @property

@@ -115,7 +115,7 @@ class AccessGuard:
             return ApiError(403, message, code="origin_not_allowed")
         if self._api_key is None or path in _OPEN_PATHS:
             return None
-        given = headers.get("x-api-key", "").encode("latin-1")  # what Anthropic's clients send
+        given = headers.get("x-api-key", "").encode("latin-1")  # the header of Anthropic's clients
         given = given or _given_key(headers.get("authorization", ""))
         if compare_digest(given, self._api_key):
             return None

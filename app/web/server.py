@@ -26,7 +26,7 @@ GRACE_S = 1  # at the end, clients get this long to read their last messages.
 KEEP_ALIVE_S = 30  # a connection without a request.
 ACCEPTS_PER_TURN = 4  # of the event loop: a connection that is refused takes some turns to close.
 BACKLOG = 4096  # connections that the system holds until they are accepted.
-GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
+GIL_SWITCH_S = 0.001  # longest wait of the event loop while the engine's thread computes in Python
 MAX_FILES = 4096  # open ones, connections included: enough to answer 503 beyond the queue's length
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 LOG_PERIOD_S = 1.0  # between two lines of the log of one kind
@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
                 backlog=ACCEPTS_PER_TURN,
                 log_config=None,
-                log_level="error",  # what clients do wrong is theirs; it must not fill the log
+                log_level="error",  # clients' mistakes must not fill the log
                 access_log=False,
                 lifespan="on",
                 server_header=False,
@@ -193,7 +193,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch_head(self) -> None:
-        # What came in while the client is idle, in HTTP's sense, is a head that is not complete.
+        # Bytes of a client that is idle, in HTTP's sense, are an incomplete head.
         is_incomplete = self.conn.their_state is h11.IDLE
         if is_incomplete and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)

@@ -45,7 +45,7 @@ class AsyncDecodes(Attender):
     """The async decodes of an iteration, as rows of a sub-batch.
 
     Args:
-        attention: By tier, all with the same slots.
+        attention: One per tier; each covers all slots, and slots of other tiers have no context.
         old: Index of the set of buffers to read.
     """
 

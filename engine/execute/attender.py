@@ -16,7 +16,7 @@ class Attender:
     is_capturable = True  # False: attention depends on more than the iteration's sizes
     fetches = False  # True: `fetch` submits work that no graph contains
     spans_layers = False  # True: its copies flow through all layers, so one graph contains all layers or none
-    key: Hashable = None  # what its work in graphs depends on, besides the iteration's sizes
+    key: Hashable = None  # its graphs depend on this, besides the iteration's sizes
     tasks: Sequence[HostTask] = ()  # work of the CPU or a worker, in the device's order
 
     def fill(self, members: BatchMembers) -> None:

@@ -81,7 +81,7 @@ class BatchMembers:
 
     @classmethod
     def of_all(cls, plan: IterationPlan, tiers: Sequence[KVTier]) -> list[Self]:
-        """Sort the sequences of a plan's sub-batches; leave out empty sub-batches."""
+        """Group each sub-batch's sequences by kind and tier; leave out empty sub-batches."""
         first, *others = plan.sub_batches
         members = [cls.of(first, tiers, plan.async_decodes)] if first.sequences or plan.async_decodes else []
         return members + [cls.of(each, tiers) for each in others if each.sequences]

@@ -211,7 +211,7 @@ class DiskCache:
         self._jobs.put((priority, next(self._numbers), job, end or (lambda: None)))
 
     def _finish(self) -> bool:
-        """Do the engine's part of the jobs that have ended; return False if there are none."""
+        """Run the callbacks of finished jobs on the engine's thread; return False if none had finished."""
         num_jobs = self._num_jobs
         while self._ends:
             self._num_jobs -= 1

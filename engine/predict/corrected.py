@@ -34,7 +34,7 @@ class CorrectedCostModel(TableCostModel):
     LOWEST, HIGHEST = 1 / 16, 16.0  # of a factor
     NOISE = 0.1  # standard deviation of an iteration's relative time
     UNSURE = 0.2, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0  # standard deviations before anything is learned
-    DRIFT = 0.005  # how they grow: standard deviation of the change per iteration
+    DRIFT = 0.005  # standard deviation of their change per iteration
     FORGETTING = 1 / 4000  # share of an excess per iteration without its work
 
     @classmethod

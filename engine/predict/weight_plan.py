@@ -272,7 +272,7 @@ def _worthwhile_steps(rates: Rates, sizes: Sizes) -> tuple[_Step, ...]:
     for start, end in pairwise(hull):
         slope = _slope(start, end)
         if slope < 0:
-            # If times in between are above the straight line, parts of the step are worth less.
+            # If a measured time is above the straight line, a part of the step saves less than its share.
             above = [
                 ms - start[1] - slope * (rows - start[0]) for rows, ms in points if start[0] < rows < end[0]
             ]

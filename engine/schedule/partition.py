@@ -264,7 +264,7 @@ class CandidateGenerator:
         return Partition(second, first, whole, iteration_ms(self._cost, whole), num_chunks_second)
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
-        """Return how many decodes from `begin` on the host can attend for within `limit_ms`."""
+        """Return the number of decodes, starting at `begin`, that the host attends to within `limit_ms`."""
         queue, cost = self.queue, self._cost
         counts = range(1, len(queue) - begin + 1)
         return bisect_right(counts, limit_ms, key=lambda count: queue.host_ms(cost, begin, begin + count))

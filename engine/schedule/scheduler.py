@@ -82,7 +82,7 @@ class Scheduler(Generic[R]):
         self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
         self._ahead: Decision[R] | None = None
         self._planned: tuple[Decision[R], IterationPlan, list[Scheduled]] | None = None  # by `look_ahead`
-        self._has_removed = False  # requests since that decision
+        self._has_removed = False  # True: a request was removed since `look_ahead`
         self._num_shrinks = 0  # consecutive iterations that ran out of device memory
 
     @property

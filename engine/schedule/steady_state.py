@@ -97,7 +97,7 @@ class SteadyState:
     chunk_tokens: float
     ms: float
     num_decoded: float  # tokens decoded per iteration
-    # Value of a token in ms: marginal prefill time for prompt tokens, the remaining time for decoded tokens.
+    # Value of a token in ms. A prompt token's is its marginal prefill time; decoded tokens share the rest.
     prompt_ms: float = 0.0
     decode_ms: float = 1.0
     num_streamed: int = 0  # streamed decodes, which are part of `num_device`

@@ -37,7 +37,7 @@ DEADLINE_S = 40.0
 CHAIN = 24  # consecutive round trips, as in an iteration over 24 layers
 REQUESTS = (1, 5, 40)  # each in programs of their own
 LEAST_RUNS = 3  # of a program: launched, captured, launched as a graph
-SECONDS = {False: 5.0, True: 1.0}  # of stress; the key is True for a first start
+SECONDS = {False: 5.0, True: 1.0}  # the stress lasts; True: at the first start
 PAUSE_CYCLES = 1_000_000  # about half a millisecond on a GPU
 
 Pause = Callable[[random.Random], None]  # on the device

@@ -7,7 +7,7 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.speculate.kept_states import KeptStates
 
-if TYPE_CHECKING:  # it imports torch, which the scheduler does without
+if TYPE_CHECKING:  # `kv.storage` imports torch; the scheduler must not
     from neo_desktop.engine.kv.storage import KVStorage
 
 

@@ -26,7 +26,7 @@ class MtpHead(DraftModel):
     """
 
     expected = 0.7
-    reads_images = True  # the hidden states that it reads begin at the last image
+    reads_images = True  # drafting begins after a prompt's last image
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MtpHead(DraftModel):
         limits: DraftLimits,
     ) -> None:
         self.kept: KeptStates = KeptStates(limits.most_requests, limits.max_tokens)
-        self._runs: dict[str, Run] = {}  # of the requests with KV
+        self._runs: dict[str, Run] = {}  # request ID -> its kept hidden states, while the layer holds its KV
         self._own: dict[str, FloatArray] = {}  # the layer's newest hidden state, [1, hidden]
         super().__init__(execute, kv, release, limits)
 

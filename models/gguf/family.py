@@ -1,4 +1,4 @@
-"""An architecture of GGUF files, and values of config.json that several have."""
+"""GGUF architectures, and the values of config.json that several architectures share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

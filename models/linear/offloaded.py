@@ -223,7 +223,7 @@ class OffloadedLinear:
             self.resident.multiply(x, out[:, : self.resident_rows])
 
     def multiply_piece(self, piece: Piece, staged: Tensor, room: Tensor, x: Tensor, out: Tensor) -> None:
-        """Compute the columns of a piece.
+        """Multiply x by a piece of the weight's rows; write its columns of `out`.
 
         Args:
             staged: its bytes on the device, `[bytes]` uint8.

@@ -58,7 +58,7 @@ class WeightFormat(Protocol):
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """Return a layer to be loaded."""
+        """Allocate an empty linear, to be loaded later."""
 
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Linear:
         """Return a table to be loaded, an `Embedding`."""

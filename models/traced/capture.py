@@ -76,7 +76,7 @@ attention = stand_in(
     "(Tensor q, Tensor k, Tensor v, int layer) -> Tensor",
     lambda q, k, v, layer: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
 )
-# A mixture of experts, for x [rows, hidden], as the result. Each row has ids of experts, and their weights,
+# A mixture of experts; x and the result are [rows, hidden]. Each row has ids of experts, and their weights,
 # [rows, per token]. The matrices are gate_up [experts, 2 * intermediate, hidden], or without gates
 # [experts, intermediate, hidden], and down [experts, hidden, intermediate].
 experts = stand_in(

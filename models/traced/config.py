@@ -48,7 +48,7 @@ class TracedConfig(ModelConfig):
 
     @property
     def own_matrices(self) -> tuple[Matrix, ...]:
-        # What predicts has the embedding of the model, and a layer of multi-token prediction also its head.
+        # Drafters share the model's embedding; layers of multi-token prediction also its head.
         if not self.source.predicts:
             return self.all_matrices
         spec = self.of_model

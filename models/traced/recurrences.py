@@ -179,7 +179,7 @@ class Scan(nn.Module):
         decay: Tensor,
         beta: Tensor,
     ) -> None:
-        """Write the scan of rows to `out` [rows, heads, value_dim], for rows in spans."""
+        """Scan each span of the batch and write its rows to `out` [rows, heads, value_dim]."""
         state = batch.states[self._index]
         for spans in batch.passes:
             self._operators.scan_state(q, k, v, decay, beta, state, spans, out, is_delta=self._is_delta)

@@ -139,7 +139,7 @@ class TracedSpec:
 
     @property
     def all_matrices(self) -> tuple[Matrix, ...]:
-        """Matrices of layers, their heads and experts, and the output head."""
+        """The layers' matrices, including latent heads and experts, then the output head."""
         return self.inner_matrices if self.head is None else (*self.inner_matrices, self.head)
 
 

@@ -149,8 +149,8 @@ class TracedStages(Stages):
     def _are_close(self, ours: Tensor, theirs: Tensor) -> bool:
         """Return True if two results differ only by rounding.
 
-        Kernels of quantised matrices round their inputs to 8 bits: a last bit may become 1/127, and a stage
-        of a hybrid has many layers.
+        Kernels of quantised matrices round their inputs to 8 bits: a difference in a last bit may grow to
+        1/127, and a stage of a hybrid has many layers.
         """
         off = torch.linalg.vector_norm(ours.double() - theirs.double())
         bound = 1e-3 if theirs.dtype is torch.float32 and not self._rounds else 0.03

@@ -159,7 +159,7 @@ int64_t DecodeSchedule::item_with(int64_t work) const {
   return request.items_before + tokens / length * request.chunks + chunk_after(request, tokens % length);
 }
 
-// The last request whose `beginning`, an item or an amount of work, is not behind the given one.
+// The last request whose `beginning`, an item or an amount of work, is at most `at`.
 const DecodeRequest& DecodeSchedule::last_that_begins(int64_t DecodeRequest::* beginning, int64_t at) const {
   const auto after = std::upper_bound(requests_.begin(), requests_.end(), at,
                                       [=](int64_t i, const DecodeRequest& r) { return i < r.*beginning; });

@@ -88,7 +88,7 @@ struct QueryTile {
   }
   int left;     // number of query heads from g on
   int64_t end;  // of the tokens that they attend to, also beyond the task
-  int64_t row;  // of the first one
+  int64_t row;  // of the first query head in q, max, sum and acc
   const float* q;
   float* state;  // [kQueryTile, 2, kMaxLanes] or less: running maxima and sums, in the kernel's layout
   float* max;

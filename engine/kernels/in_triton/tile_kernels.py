@@ -72,7 +72,7 @@ def _multiply_tiles(  # noqa: PLR0915
     minima += tile * groups_per_row * TILE_ROWS
     scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
     minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    # Codes of a group in the order of places; with two groups, a place has every other column of four.
+    # Input columns of the codes. With one group per block, runs of four columns alternate between its halves.
     number = tl.arange(0, GROUP)
     column = number if GROUPS == 2 else number // 4 % 2 * 16 + number // 8 * 4 + number % 4
     x_rows = x + x_row[None, :, None] * x_stride + column[None, None, :]
