@@ -49,7 +49,7 @@ class Mechanism:
         """Return the position of a level, 0 for the highest; raise ValueError if it is unknown."""
         names = [each.name for each in self.levels]
         if level not in names:
-            raise ValueError(f"{self.name} has no level {level!r}; choose one of: {', '.join(names)}")
+            raise ValueError(f"{variable(self.name)} may be one of {', '.join(names)}, not {level!r}.")
         return names.index(level)
 
 
@@ -167,7 +167,7 @@ class Fallbacks:
                 continue
             name = given.removeprefix(VARIABLE_PREFIX).lower()
             if name not in MECHANISMS:
-                raise ValueError(f"unknown mechanism {name!r}; choose one of: {', '.join(MECHANISMS)}")
+                raise ValueError(f"{given}: there is no such mechanism, only {', '.join(MECHANISMS)}")
             self._lowered[name] = MECHANISMS[name].position(level), f"{variable(name)} asks for it"
 
     def level(self, mechanism: str) -> str:
