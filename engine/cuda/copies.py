@@ -95,7 +95,6 @@ class Queried(Protocol):
 
     def query(self) -> bool:
         """Return True if all work on the stream, or before the event, has ended; raise the work's error."""
-        ...
 
 
 def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", timeout: float = 1.0) -> None:

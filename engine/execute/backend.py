@@ -32,11 +32,9 @@ class Backend(Protocol):
 
     def on_device(self) -> AbstractContextManager[object]:
         """Order this thread's device work after the started program."""
-        ...
 
     def begin(self, watch: Watchdog) -> None:
         """Set the watchdog for all further waits."""
-        ...
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         """Start a program after all earlier ones.
@@ -48,11 +46,9 @@ class Backend(Protocol):
         Returns:
             True if later programs of its key will be faster: kernels were compiled, or graphs captured.
         """
-        ...
 
     def wait(self) -> None:
         """Block until the oldest program without a `wait` has ended."""
-        ...
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
         """Block until no program is in flight any more, aborted ones included.
@@ -62,20 +58,16 @@ class Backend(Protocol):
         Returns:
             The reason if the engine is lost; None: the backend can continue.
         """
-        ...
 
     @property
     def has_graphs(self) -> bool:
         """True if the backend keeps graphs, or tried to capture one for the last program."""
-        ...
 
     def forget(self) -> None:
         """Drop all graphs and free their memory."""
-        ...
 
     def close(self) -> None:
         """End all threads, even during an iteration."""
-        ...
 
 
 class ThreadBackend:
