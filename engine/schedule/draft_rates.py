@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from neo_desktop.engine.batch import rounded_size
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, iteration_ms
 from neo_desktop.engine.schedule.draft_rows import Candidate, num_tokens_of
-from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes, rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes
 
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors
 TRIED_ROWS = 4  # rows that must pay if their tokens are right, or there are no drafts

@@ -13,6 +13,7 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     ScheduledSequence,
     SubBatch,
+    rounded_size,
 )
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.kv.cache import KVCache
@@ -20,7 +21,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.speculate.kept_states import KeptStates
-from neo_desktop.engine.speculate.relative_times import READING_ROWS, rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS
 
 logger = logging.getLogger(__name__)
 
