@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty, host_flags
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
@@ -35,7 +35,6 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.stages import Stages
-from neo_desktop.native.relay import empty_flags
 
 NO_BLOCKS = IntArray().view()
 
@@ -118,11 +117,9 @@ class AsyncBuffers:
         qkv, out = (*slots, config.qkv_heads, head_dim), (2, *slots, heads, head_dim)
         # [set, layer of the next attention, slot]: the hidden states before that attention.
         self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
-        self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
-        self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
-        self.flags = {
-            tier: host_memory(lambda pin: empty_flags(layers, pinned=pin), device) for tier in self._tiers
-        }
+        self.qkv = host_empty(qkv, dtype, device).zero_()
+        self.out = host_empty(out, dtype, device).zero_()
+        self.flags = {tier: host_flags(layers, device) for tier in self._tiers}
         rotations = layers * slots[1], 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)

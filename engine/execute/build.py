@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_flags
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
@@ -26,7 +26,6 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Stages
-from neo_desktop.native.relay import empty_flags
 
 CHECK_TIMEOUT_S = 10.0  # for a program of two flags, which takes microseconds
 
@@ -59,7 +58,7 @@ def build_executor(
         stages = _stages(model, None, group)
         return ModelRunner(stages, storage, capacity, backend, timeline=timeline, moves_experts=moves_experts)
     if fallbacks.level("graphs") == "host-flags" and any(tier.host_attends for tier in storage.tiers):
-        flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
+        flags = host_flags(1, model.device)
         try:
             if flags.is_pinned():
                 check_flags(backend, flags[:, 0])

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty
 from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.predict.expert_places import ExpertPlaces, Move
@@ -56,10 +56,8 @@ class ExpertMoves:
         self._shown: int | None = None  # version of the device's table; None: unknown
         shape = len(slots.layers), sum(rows), per_token
         self._log = torch.empty(shape, dtype=torch.int32, device=device)
-        self._read = host_memory(lambda pin: torch.empty(shape, dtype=torch.int32, pin_memory=pin), device)
-        self._places = host_memory(
-            lambda pin: torch.empty(slots.places.shape, dtype=torch.int32, pin_memory=pin), device
-        )
+        self._read = host_empty(shape, torch.int32, device)
+        self._places = host_empty(slots.places.shape, torch.int32, device)
         self._room = torch.empty(max(expert_bytes), dtype=torch.uint8, device=device)
 
     @property

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty
 from neo_desktop.engine.execute.lane import HostTask, Lane
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
@@ -31,7 +31,7 @@ class ExpertRoom:
         hidden, per_token, count = config.hidden_size, config.experts.per_token, config.experts.count
 
         def room(columns: int, dtype: torch.dtype) -> Tensor:
-            return host_memory(lambda pin: torch.zeros(rows, columns, dtype=dtype, pin_memory=pin), device)
+            return host_empty((rows, columns), dtype, device).zero_()
 
         sizes = count, per_token, config.experts.intermediate_size, hidden
         self.rows = rows

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
+from neo_desktop.engine.cuda.copies import host_empty, host_flags, suits_graphs
 from neo_desktop.engine.execute.expert_moves import ExpertMoves, MovesBeside
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
@@ -35,7 +35,7 @@ from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
 from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.stages import Stages, Step
-from neo_desktop.native.relay import empty_flags, matmul_task
+from neo_desktop.native.relay import matmul_task
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
@@ -121,14 +121,10 @@ class HostRoom:
         splits = list(splits)
         columns = max((split.columns for split in splits), default=0)
         width = max((split.host_rows for split in splits), default=0)
-
-        def room(numbers: int) -> Tensor:
-            return host_memory(lambda pin: torch.empty(numbers, dtype=dtype, pin_memory=pin), device)
-
         self.rows = rows
         self.flags = flags
-        self.x = room(rows * columns)
-        self.out = room(rows * width)
+        self.x = host_empty(rows * columns, dtype, device)
+        self.out = host_empty(rows * width, dtype, device)
 
     @property
     def on_host(self) -> Iterator[Tensor]:
@@ -179,13 +175,7 @@ class OffloadedMatmuls:
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_moe: dict[float, dict[tuple[int, str], DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
-        flags = [
-            {
-                name: host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-                for name in self.names
-            }
-            for _ in rows
-        ]
+        flags = [{name: host_flags(self.num_turns, device) for name in self.names} for _ in rows]
         self._rooms = _Rooms(
             [
                 partial(HostRoom, splits=self.splits.values(), flags=own, dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.copy_times import CopyTimes
 from neo_desktop.engine.execute.decodes import DeviceDecodes
@@ -160,7 +160,7 @@ class PrefetchBuffers:
 
     def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
         shape = (len(self.pool.streamed_layers), math.prod(self.pool.rows_shape(rows)))
-        on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
+        on_host = host_empty(shape, self._dtype, self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
 
 

@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import HostBuffer, host_memory
+from neo_desktop.engine.cuda.copies import HostBuffer, host_flags
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import KVShape, Rows, rows_shape
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.native.relay import empty_flags
 
 NUM_BUFFERS = 2
 
@@ -109,7 +108,7 @@ class TransferMemory:
             index: Index of the sub-batch, or NO_SUB_BATCH.
         """
         if self._num_taken == len(self._memory):
-            flags = host_memory(lambda pin: empty_flags(self._config.num_layers, pinned=pin), self._device)
+            flags = host_flags(self._config.num_layers, self._device)
             self._memory.append((HostBuffer(self._device), flags))
         memory, flags = self._memory[self._num_taken]
         self._num_taken += 1
