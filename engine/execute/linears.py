@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
-from neo_desktop.engine.execute.expert_moves import MovesBeside
+from neo_desktop.engine.execute.expert_moves import ExpertMoves
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.timeline import Stage
@@ -34,7 +34,7 @@ class Linears:
         used: Sequence[OffloadedPass],
         *,
         are_capturable: bool,
-        moves: MovesBeside | None = None,
+        moves: ExpertMoves | None = None,
     ) -> None:
         self.stages = stages
         self.are_capturable = are_capturable

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_empty, host_flags, suits_graphs
-from neo_desktop.engine.execute.expert_moves import ExpertMoves, MovesBeside
+from neo_desktop.engine.execute.expert_moves import ExpertMoves
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
@@ -258,8 +258,8 @@ class OffloadedMatmuls:
         share, experts = self._decoder.streamed_experts.of(rows), self._decoder.config.experts
         return 0.0 if experts is None or round(share * experts.count) == 0 else share
 
-    def moves_beside(self, parts: Sequence[Memory], members: Sequence[BatchMembers]) -> MovesBeside | None:
-        """Return the moves of experts in the next iteration, by its sub-batches; None: experts stay."""
+    def prepared_moves(self, parts: Sequence[Memory], members: Sequence[BatchMembers]) -> ExpertMoves | None:
+        """Choose moves of experts beside the next iteration, by its sub-batches; None: experts stay."""
         moves = self.moves
         if moves is None:
             return None
@@ -277,11 +277,11 @@ class OffloadedMatmuls:
             for part in parts
         )
         version = moves.version
-        beside = moves.beside(rows, decides=decides)
+        moves.prepare(rows, decides=decides)
         if moves.version != version:  # streamed experts have other addresses
             self._passes = {key: each for key, each in self._passes.items() if not key[-1]}
             self._divided_moe = {share: each for share, each in self._divided_moe.items() if not share}
-        return beside
+        return moves
 
     def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
         divided = {key: each for key, each in self.divided_moe(rows).items() if key[0] in turns}
