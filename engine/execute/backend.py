@@ -138,7 +138,6 @@ class StreamBackend:
     it with the first dropped graph: the remaining graphs would write to freed memory.
 
     Args:
-        streams: Source of the lanes' streams.
         timeline: Records busy times of lanes. If it records all iterations, graphs include timing events.
     """
 
@@ -216,11 +215,6 @@ class StreamBackend:
 
     def _captured(self, steps: Sequence[Step]) -> _CUDAGraph:
         """Capture steps, and launch the graph."""
-        graph = self._capture(steps)
-        graph.replay()
-        return graph
-
-    def _capture(self, steps: Sequence[Step]) -> _CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         tape = self._tape
         with torch.cuda.stream(self._device):
@@ -248,6 +242,7 @@ class StreamBackend:
                 self._has_failed = True
                 raise
         keep_workspaces(self)
+        graph.replay()
         return _CUDAGraph(graph, tape.spans)
 
     def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:

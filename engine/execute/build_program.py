@@ -67,8 +67,6 @@ class ProgramBuilder:
     """The builder of programs.
 
     Args:
-        storage: The KV pools.
-        workspace: Working memory of programs.
         decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
         moves_experts: True if experts may move to the device.
     """

@@ -51,8 +51,6 @@ class HostAttention:
 
     Args:
         buffers: For at least as many decodes.
-        pool: The tier's pool.
-        index: Index of the sub-batch.
     """
 
     task: HostTask  # of the last `fill`
@@ -176,8 +174,9 @@ class Relays:
             else:
                 relay.start(those, watch)
             self._under_way.append(_UnderWay(relay, lane, those))
-        if by_lane:
-            watch.follow(partial(_num_raised, [each.flags for each in tasks if each.flags is not None]))
+        if by_lane:  # progress is a flag more that the GPU or the CPU has raised
+            flags = [each.flags for each in tasks if each.flags is not None]
+            watch.follow(lambda: sum(int(each.sum()) for each in flags))
 
     def finish(self, timeline: Timeline | None) -> None:
         """Wait for all work of the iteration, and add its times to `busy_ns` and the timeline.
@@ -227,8 +226,3 @@ class _UnderWay(NamedTuple):
     relay: Relay | WorkerRelay
     lane: str
     tasks: Sequence[HostTask]
-
-
-def _num_raised(flags: Sequence[Tensor]) -> int:
-    """Return the number of flags raised by the GPU and the CPU."""
-    return sum(int(each.sum()) for each in flags)

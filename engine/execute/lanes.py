@@ -76,9 +76,7 @@ class Lanes:
     """The launcher of an iteration's work.
 
     Args:
-        device: The device's lane.
         beside: The other lanes of the device.
-        host: The CPU's lanes.
         timeline: Timeline for workers' lanes, which are threads created on first use.
         with_flags: True if streams start the work of the CPU and of workers by flags.
     """
@@ -123,7 +121,6 @@ class Lanes:
 
         Args:
             streams: One stream per lane, without the CPU's lanes.
-            tape: Record of captures.
             with_flags: True if relays do the CPU's work, False if threads do.
         """
         timeout = TIMEOUT_WITH_RELAYS if with_flags else 1.0

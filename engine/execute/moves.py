@@ -23,7 +23,6 @@ class Moves(Attender):
 
     Args:
         groups: See `KVStorage.copy_groups`.
-        make: Makes transfers.
     """
 
     def __init__(self, groups: Sequence[CopyGroup], make: TransferMemory) -> None:

@@ -13,7 +13,7 @@ Pieces are streamed in the order of their use, as far ahead as the buffers allow
 back only by occupied buffers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Self, TypeVar
@@ -104,21 +104,17 @@ class HostRoom:
     The matmuls of a sub-batch run one after the other, so all share the same memory.
 
     Args:
-        rows: Number of rows of a sub-batch.
         flags: Matrix name -> flags of the sub-batch.
-        dtype: The model's type.
-        device: The model's device.
     """
 
     def __init__(
         self,
         rows: int,
-        splits: Iterable[OffloadedLinear],
+        splits: Collection[OffloadedLinear],
         flags: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        splits = list(splits)
         columns = max((split.columns for split in splits), default=0)
         width = max((split.host_rows for split in splits), default=0)
         self.rows = rows

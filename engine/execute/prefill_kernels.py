@@ -48,8 +48,6 @@ def choose_kernel(
 
     Args:
         capability: The GPU's compute capability; None: a CPU.
-        dtype: Type of queries, keys and values.
-        head_dim: Elements per head.
         windowed: True if a sliding window hides part of the context.
         level: The highest fallback level to use.
     """

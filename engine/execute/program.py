@@ -51,11 +51,7 @@ class Program:
     `fill` takes the inputs of an iteration.
 
     Args:
-        workspace: Working memory.
-        memory: The iteration's part of the working memory.
         shared: Copies of KV for both sub-batches.
-        linears: The linear stages.
-        ending: What follows the last layer.
     """
 
     outputs: Outputs  # of the last `fill`

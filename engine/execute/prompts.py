@@ -93,11 +93,7 @@ class DevicePrompts(Prompts):
 
 
 class HostPrompts(Prompts):
-    """Chunks with KV in host memory.
-
-    Args:
-        make: Makes transfers.
-    """
+    """Chunks with KV in host memory."""
 
     def __init__(
         self, stages: Stages, memory: Memory, pool: KVPool, chunks: Sequence[Prefill], make: TransferMemory

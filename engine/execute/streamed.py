@@ -50,11 +50,9 @@ class PrefetchStream(Attender):
     """The prefetch of an iteration's streamed layers through the prefetch buffer.
 
     Args:
-        layers: The streamed layers.
         moves: Moves of blocks, which precede the copies.
         bring: Starts the copy of a layer's blocks.
         num_tokens: Number of tokens whose KV is copied.
-        times: Times of the copies.
     """
 
     def __init__(
@@ -123,10 +121,7 @@ class PrefetchBuffers:
     """Permanent buffers for the new rows of streamed decodes, so that graphs can use them.
 
     Args:
-        pool: The pool of streamed KV.
         rows: Most rows of a sub-batch.
-        dtype: Type of k and v.
-        device: The model's device.
     """
 
     def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:

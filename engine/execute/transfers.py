@@ -69,13 +69,7 @@ class Transfer:
 
 
 class TransferMemory:
-    """Host buffers for the transfers of an iteration, one each; they grow and never shrink.
-
-    Args:
-        config: The model's.
-        dtype: The model's type.
-        device: The model's device.
-    """
+    """Host buffers for the transfers of an iteration, one each; they grow and never shrink."""
 
     def __init__(self, config: KVShape, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
@@ -101,11 +95,9 @@ class TransferMemory:
 
         Args:
             name: Name of its stages.
-            pool: A pool in host memory.
             slots: Slots of the pool, [n] int64.
             to_host: True: write rows to the pool. False: read rows.
             is_behind: True: run after the computation of the layer. False: run one layer ahead.
-            index: Index of the sub-batch, or NO_SUB_BATCH.
         """
         if self._num_taken == len(self._memory):
             flags = host_flags(self._config.num_layers, self._device)

@@ -54,7 +54,6 @@ class Staging:
     Args:
         sources: All pageable sources of copies.
         passes: Most copies per source and iteration.
-        device: The model's device.
     """
 
     def __init__(self, sources: Sequence[Tensor], passes: int, device: torch.device) -> None:

@@ -46,9 +46,6 @@ class WorkerRelay:
     """Two threads that carry out a worker's steps after their flags have been raised.
 
     On every path, even after errors, all flags that the GPU may wait for are raised in the end.
-
-    Args:
-        name: Name of the worker.
     """
 
     def __init__(self, name: str) -> None:

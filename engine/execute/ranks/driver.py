@@ -39,9 +39,6 @@ POLL_S = 0.25
 class Driver(Member):
     """Rank 0, and the owner of the other ranks' processes.
 
-    Args:
-        device: Device of this rank.
-
     Raises:
         ValueError: The computer has too few GPUs.
     """
@@ -150,12 +147,7 @@ class Driver(Member):
 
 
 class DriverExecutor(Executor):
-    """The executor of plans on all ranks.
-
-    Args:
-        own: The model runner of rank 0.
-        leader: The owner of the other ranks.
-    """
+    """The executor of plans on all ranks; `own` is rank 0's model runner."""
 
     def __init__(self, own: ModelRunner, leader: Driver) -> None:
         self._own, self._leader = own, leader

@@ -24,12 +24,7 @@ class RankLostError(EngineLostError):
 
 
 class RankProcess(ChildProcess):
-    """The process of another rank.
-
-    Args:
-        beginning: The first message to the rank.
-        environment: Environment variables of the process.
-    """
+    """The process of another rank."""
 
     def __init__(self, beginning: Beginning, environment: Mapping[str, str]) -> None:
         self.rank = beginning.rank
