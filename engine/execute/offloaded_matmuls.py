@@ -24,10 +24,9 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_empty, host_flags, suits_graphs
 from neo_desktop.engine.execute.expert_moves import ExpertMoves
-from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
-from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
+from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass, ExpertRoom, HostExperts
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
 from neo_desktop.engine.execute.workspace import Memory

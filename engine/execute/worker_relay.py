@@ -6,7 +6,7 @@
 
 The GPU can access memory but no sockets. So one thread polls the flags that the GPU raises, and sends the
 rows to the worker. Another thread receives the answers, and raises the flags that the GPU waits for (see
-`worker_lane`). So a whole iteration can be one graph.
+`WorkerLane`). So a whole iteration can be one graph.
 """
 
 import time
