@@ -6,7 +6,6 @@ the copy has ended or until the source has been read.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -96,15 +95,10 @@ class HostBuffer:
         return self._bytes[:num_bytes].view(dtype).view(shape)
 
 
-class Queried(Protocol):
-    """A CUDA stream, or an event on one."""
-
-    def query(self) -> bool:
-        """Return True if all work on the stream, or before the event, has ended; raise the work's error."""
-
-
-def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", timeout: float = 1.0) -> None:
-    """Block until work on the GPU has ended.
+def wait_for_gpu(
+    work: torch.cuda.Stream | torch.cuda.Event, watch: Watchdog, what: str = "its work", timeout: float = 1.0
+) -> None:
+    """Block until work on a stream, or before an event, has ended.
 
     Args:
         what: Name of the work, for the error message.
