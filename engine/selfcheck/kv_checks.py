@@ -25,8 +25,6 @@ class LayerCase:
     """Random KV of a batch in one layer, in scattered blocks.
 
     Args:
-        rig: provides shape and device.
-        dtype: of the KV.
         lengths: tokens per request, including the newest.
         kind: layer class, which determines the memory.
     """
