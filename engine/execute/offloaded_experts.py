@@ -14,7 +14,6 @@ and the device. A decode needs few, which suits the CPU, because it reads only t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -61,41 +60,37 @@ class ExpertRoom:
         yield from (self.x, self.out, self.ids, self.weights, *self.flags.values())
 
 
-@dataclass(frozen=True, slots=True)
 class HostExperts:
-    """The CPU's experts of one name, in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`."""
+    """The CPU's experts of one name, in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`.
 
-    name: str
-    index: int  # index of the sub-batch
-    rows: int
-    room: ExpertRoom
-    task: HostTask
+    Args:
+        moe_layers: turn -> MoE layer
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         name: str,
         index: int,
         rows: int,
         moe_layers: Mapping[int, MoE],
         num_turns: int,
         room: ExpertRoom,
-    ) -> Self:
-        """Make the experts of the CPU in these MoE layers, by turn."""
+    ) -> None:
+        self._name, self._index, self._rows, self._room = name, index, rows, room
         experts = [moe_layers[turn].on_host if turn in moe_layers else None for turn in range(num_turns)]
         scratch = room.scratch.first(rows)
         given = room.x[:rows], room.ids[:rows], room.weights[:rows]
         tensors = *given, scratch.gate_up, scratch.gated, scratch.products, room.out[:rows]
         task = experts_task(experts, tensors, room.flags[name], owners=moe_layers, index=index)
-        return cls(name, index, rows, room, HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows))
+        self.task = HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows)
 
     def what(self, turn: int) -> Stage:
         """Return the stage for the transfers of a turn."""
-        return Stage(self.name, turn, self.index, self.rows)
+        return Stage(self._name, turn, self._index, self._rows)
 
     def take(self, x: Tensor, choice: Choice) -> None:
         """Copy rows `[rows, hidden]` and their routing to host memory."""
-        room, rows = self.room, slice(self.rows)
+        room, rows = self._room, slice(self._rows)
         room.x[rows].copy_(x, non_blocking=True)
         room.ids[rows].copy_(choice.host_ids, non_blocking=True)
         room.weights[rows].copy_(choice.weights, non_blocking=True)
@@ -103,7 +98,7 @@ class HostExperts:
     @property
     def out(self) -> Tensor:
         """Output of the CPU's experts, [rows, hidden]."""
-        return self.room.out[: self.rows]
+        return self._room.out[: self._rows]
 
 
 @dataclass(frozen=True, slots=True)

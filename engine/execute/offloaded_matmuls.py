@@ -16,7 +16,7 @@ back only by occupied buffers.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,47 +54,38 @@ class Divided:
         return self.split.rows - self.first_row
 
 
-@dataclass(frozen=True, slots=True)
 class HostProduct:
-    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch."""
+    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch.
 
-    rows: int
-    divided: Mapping[int, Divided]  # turn -> divided matrix
-    room: "HostRoom"
-    task: HostTask
+    Args:
+        index: Index of the sub-batch.
+        divided: turn -> divided matrix
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         name: str,
         index: int,
         rows: int,
         divided: Mapping[int, Divided],
         num_turns: int,
         room: "HostRoom",
-    ) -> Self:
-        """Make the CPU's part for rows of a sub-batch.
-
-        Args:
-            index: Index of the sub-batch.
-            divided: turn -> divided matrix
-        """
+    ) -> None:
+        self._rows, self._divided, self._room = rows, divided, room
         matrices = [divided[turn].matrix if turn in divided else None for turn in range(num_turns)]
-        columns = next(iter(divided.values())).split.columns
-        x = room.x[: rows * columns].view(rows, columns)
-        lag, flags = int(name != "qkv"), room.flags[name]
+        x, lag, flags = self.x(next(iter(divided))), int(name != "qkv"), room.flags[name]
         task = matmul_task(name, matrices, x, room.out, flags, lag=lag, owners=divided, index=index)
-        return cls(rows, divided, room, HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows))
+        self.task = HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows)
 
     def x(self, turn: int) -> Tensor:
         """Return the host buffer of the turn's input, [rows, columns]."""
-        columns = self.divided[turn].split.columns
-        return self.room.x[: self.rows * columns].view(self.rows, columns)
+        columns = self._divided[turn].split.columns
+        return self._room.x[: self._rows * columns].view(self._rows, columns)
 
     def out(self, turn: int) -> Tensor:
         """Return the host buffer of the turn's output, [rows, the CPU's rows of the matrix]."""
-        width = self.divided[turn].host_rows
-        return self.room.out[: self.rows * width].view(self.rows, width)
+        width = self._divided[turn].host_rows
+        return self._room.out[: self._rows * width].view(self._rows, width)
 
 
 class HostRoom:
@@ -229,7 +220,7 @@ class OffloadedMatmuls:
         for name in self.names:
             on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if on_host:
-                hosts[name] = HostProduct.of(name, index, rows, on_host, self.num_turns, room)
+                hosts[name] = HostProduct(name, index, rows, on_host, self.num_turns, room)
         made = OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
         if rows <= self._rooms.graph_rooms[index].rows:  # only few sizes exist, and their buffers stay
             self._passes[key] = made
@@ -284,7 +275,7 @@ class OffloadedMatmuls:
         hosts = {}
         for name in dict.fromkeys(name for (_, name), _ in by_cpu):
             of_name, room = {turn: moe for (turn, other), moe in by_cpu if other == name}, self._expert_rooms
-            hosts[name] = HostExperts.of(name, index, rows, of_name, self.num_turns, room.of(index, rows))
+            hosts[name] = HostExperts(name, index, rows, of_name, self.num_turns, room.of(index, rows))
         log = {} if self.moves is None else self.moves.log_of(index, rows)
         return ExpertPass(divided, hosts, self.room, log)
 
