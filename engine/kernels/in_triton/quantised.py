@@ -27,8 +27,6 @@ from neo_desktop.models.linear.grouped import (
     BLOCK,
     MOST_ROWS,
     PIECE_BYTES,
-    TILE_ROWS,
-    UNIT,
     Grouped,
     multiply_many,
     parts_of,
@@ -110,7 +108,7 @@ class Product:
             ROWS=rows,
             HAS_BIAS=self.bias is not None,
             IS_EXPERT=self.pairs is not None,
-            **_constants(self.weight),
+            CODING=self.weight.coding,
             **constants,
             enable_fp_fusion=True,
         )
@@ -315,7 +313,7 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
         len(out),
         weight.columns // BLOCK,
         IS_FIRST=is_first,
-        **_constants(weight),
+        CODING=weight.coding,
         ROWS=ROWS,
         STEP=STEP_COLUMNS // BLOCK,
         num_warps=4,
@@ -327,20 +325,3 @@ def _pointers(weight: Grouped) -> tuple[Tensor, ...]:
     """Return the tensors of a weight; kernels do not read the stand-ins for missing tensors."""
     every = (weight.minima, weight.scale_units, weight.minimum_units)
     return weight.words, weight.scales, *(weight.scales if each is None else each for each in every)
-
-
-def _constants(weight: Grouped) -> dict[str, int]:
-    coding = weight.coding
-    table = bytes(number % 256 for number in coding.table)
-    return {
-        "BITS": coding.bits,
-        "FIRST": coding.planes[0],
-        "CENTRE": coding.centre,
-        "LOW": int.from_bytes(table[:8], "little", signed=True),
-        "HIGH": int.from_bytes(table[8:], "little", signed=True),
-        "HAS_MINIMA": coding.has_minima,
-        "HAS_UNITS": coding.has_units,
-        "TILE_ROWS": TILE_ROWS,
-        "GROUP": coding.group,
-        "UNIT": UNIT,
-    }
