@@ -70,11 +70,6 @@ def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int
     return min(warps // num_warps, sm.threads // (num_warps * THREADS_PER_WARP), by_shared, sm.programs)
 
 
-def usual_programs(capability: int) -> int:
-    """Return a typical number of programs, for use if the kernel is unknown."""
-    return USUAL_PROGRAMS.get(capability, PROGRAMS_ELSEWHERE)
-
-
 def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 

@@ -13,19 +13,7 @@ multiplied by the sum of a word's inputs.
 import triton
 import triton.language as tl
 
-from neo_desktop.engine.kernels.in_triton.integer_products import TILE_ROWS, UNIT, looked_up
-
-_VARYING = (
-    "bias",
-    "ids",
-    "blocks",
-    "per_row",
-    "out",
-    "count",
-    "rows",
-    "blocks_per_row",
-    "out_stride",
-)
+from neo_desktop.engine.kernels.in_triton.integer_products import _VARYING, TILE_ROWS, UNIT, looked_up
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -37,13 +25,13 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, blocks, per_row: see `multiply_pairs`
-    blocks,
+    ids,  # ids, pairs, per_row: see `multiply_pairs`
+    pairs,
     per_row,
     out,
     count,
     rows,
-    blocks_per_row,
+    blocks,
     x_stride,
     out_stride,
     CODING: tl.constexpr,  # the weight's `Coding`
@@ -62,7 +50,7 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     LOADS: tl.constexpr = 4 // PER_LOAD
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
-    own = blocks + tl.program_id(1) * COUNT
+    own = pairs + tl.program_id(1) * COUNT
     if IS_EXPERT:
         leader = tl.load(own)
         if leader < 0:
@@ -79,12 +67,12 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
             x_rows = x_rows + (x + pair // per_row * x_stride,)
             out_rows = out_rows + (out + pair * out_stride,)
     places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
-    words += tile * blocks_per_row * (BITS * TILE_ROWS)
-    scales += tile * blocks_per_row * (GROUPS * TILE_ROWS)
-    minima += tile * blocks_per_row * (GROUPS * TILE_ROWS)
-    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    words_per_row = blocks_per_row * FIRST
+    words += tile * blocks * (BITS * TILE_ROWS)
+    scales += tile * blocks * (GROUPS * TILE_ROWS)
+    minima += tile * blocks * (GROUPS * TILE_ROWS)
+    scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    words_per_row = blocks * FIRST
 
     # The bits of 2.0 ** BITS, plus 0, which keeps the value in a register and saves an instruction.
     power = ((127 + BITS) << 23) + tl.program_id(2)

@@ -7,8 +7,8 @@ cores, they multiply inputs by codes, exact in 16 bits, and scales are multiplie
 import triton
 import triton.language as tl
 
-from neo_desktop.engine.kernels.in_triton.integer_products import TILE_ROWS, UNIT
-from neo_desktop.engine.kernels.in_triton.quantised_kernels import _VARYING, _numbers, _place_above, _scale
+from neo_desktop.engine.kernels.in_triton.integer_products import _VARYING, TILE_ROWS, UNIT
+from neo_desktop.engine.kernels.in_triton.quantised_kernels import _numbers, _place_above, _scale
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -20,13 +20,13 @@ def _multiply_tiles(  # noqa: PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, blocks, per_row: see `multiply_pairs`
-    blocks,
+    ids,  # ids, pairs, per_row: see `multiply_pairs`
+    pairs,
     per_row,
     out,
     count,
     rows,
-    blocks_per_row,
+    blocks,
     x_stride,
     out_stride,
     CODING: tl.constexpr,  # the weight's `Coding`
@@ -50,7 +50,7 @@ def _multiply_tiles(  # noqa: PLR0915
     x_row = tokens
     out_row = tokens
     if IS_EXPERT:
-        own = blocks + tl.program_id(1) * COUNT
+        own = pairs + tl.program_id(1) * COUNT
         leader = tl.load(own)
         if leader < 0:
             return
@@ -61,12 +61,12 @@ def _multiply_tiles(  # noqa: PLR0915
         is_token = pair >= 0
         out_row = tl.maximum(pair, 0).to(tl.int64)
         x_row = out_row // per_row
-    words += tile * blocks_per_row * (BITS * TILE_ROWS)
-    groups_per_row = blocks_per_row * GROUPS
+    words += tile * blocks * (BITS * TILE_ROWS)
+    groups_per_row = blocks * GROUPS
     scales += tile * groups_per_row * TILE_ROWS
     minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
     # Codes of a group in the order of places; with two groups, a place has every other column of four.
     number = tl.arange(0, GROUP)
     column = number if GROUPS == 2 else number // 4 % 2 * 16 + number // 8 * 4 + number % 4
@@ -109,7 +109,7 @@ def _multiply_tiles(  # noqa: PLR0915
     tl.store(into, total.to(dtype), mask=is_token[:, None] & in_rows[None, :])
 
 
-@triton.jit(do_not_specialize=("rows", "count", "blocks_per_row"))
+@triton.jit(do_not_specialize=("rows", "count", "blocks"))
 def _dequantise(
     words,
     scales,
@@ -120,7 +120,7 @@ def _dequantise(
     first,
     out,
     count,
-    blocks_per_row,
+    blocks,
     IS_FIRST: tl.constexpr,
     CODING: tl.constexpr,  # the weight's `Coding`
     ROWS: tl.constexpr,
@@ -143,8 +143,8 @@ def _dequantise(
     block = tl.program_id(1) * STEP + tl.arange(0, STEP * FIRST)[:, None, None] // FIRST
     word = tl.arange(0, STEP * FIRST)[:, None, None] % FIRST
     code = tl.arange(0, 32 // FIRST)[None, :, None]
-    mask = block < blocks_per_row
-    own_rows = words + tile * blocks_per_row * (BITS * TILE_ROWS) + place
+    mask = block < blocks
+    own_rows = words + tile * blocks * (BITS * TILE_ROWS) + place
     packed = tl.load(own_rows + (block * BITS + word) * TILE_ROWS, mask=mask, other=0)
     above = packed
     if FIRST < BITS:
@@ -154,15 +154,15 @@ def _dequantise(
     numbers = numbers.reshape(STEP, 4, 2, 4, ROWS).permute(0, 2, 1, 3, 4).reshape(STEP * GROUPS, GROUP, ROWS)
 
     group = tl.program_id(1) * STEP * GROUPS + tl.arange(0, STEP * GROUPS)[:, None, None]
-    mask = group < blocks_per_row * GROUPS
-    by = (tile * blocks_per_row * GROUPS + group) * TILE_ROWS + place
-    unit = tile * (blocks_per_row * 32 // UNIT) + group // (UNIT // GROUP)
+    mask = group < blocks * GROUPS
+    by = (tile * blocks * GROUPS + group) * TILE_ROWS + place
+    unit = tile * (blocks * 32 // UNIT) + group // (UNIT // GROUP)
     unit = unit * TILE_ROWS + place
     numbers *= _scale(scales + by, scale_units + unit, mask, CODING.has_units)
     if CODING.has_minima:
         numbers += _scale(minima + by, minimum_units + unit, mask, CODING.has_units)
     lines = numbers.to(out.dtype.element_ty).reshape(STEP * 32, ROWS).trans()
-    columns = blocks_per_row * 32
+    columns = blocks * 32
     in_line = tl.program_id(1) * STEP * 32 + tl.arange(0, STEP * 32)[None, :]
     into = out + index.to(tl.int64)[:, None] * columns + in_line
     tl.store(into, lines, mask=(index < count)[:, None] & (in_line < columns))
