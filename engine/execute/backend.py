@@ -76,21 +76,17 @@ class ThreadBackend:
     Args:
         timeline: Records the work of the lanes.
         lanes: Lanes for tests; None: the default threads.
-        streams: Streams of the model's device; None: the device needs no context.
     """
 
     has_graphs = False
 
-    def __init__(
-        self, timeline: Timeline | None, lanes: Lanes | None = None, streams: Streams | None = None
-    ) -> None:
+    def __init__(self, timeline: Timeline | None, lanes: Lanes | None = None) -> None:
         self._lanes = lanes or Lanes.threads(timeline)
-        self._streams = streams
         self._timeline = timeline
         self._graphs = Graphs(partial(Recorder, self._lanes), self.forget)
 
     def on_device(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._streams is None else self._streams.on_device()
+        return nullcontext()
 
     def begin(self, watch: Watchdog) -> None:
         self._lanes.begin(watch)
@@ -306,4 +302,4 @@ def open_backend(streams: Streams, timeline: Timeline | None = None) -> Backend:
     """Return the backend for a device."""
     if streams.device.type == "cuda":
         return StreamBackend(streams, timeline)
-    return ThreadBackend(timeline, streams=streams)
+    return ThreadBackend(timeline)

@@ -42,7 +42,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Total number of rows."""
         return self.first_prompt + self.prompts
 
     @property
@@ -52,16 +51,13 @@ class Rows:
 
     @property
     def first_prompt(self) -> int:
-        """First row of the prompts."""
         return sum(self.decodes) + self.async_decodes
 
     @property
     def async_slice(self) -> slice:
-        """Rows of the async decodes."""
         return slice(self.starts[-1], self.first_prompt)
 
     def decodes_of(self, tier: int) -> slice:
-        """Return the rows of a tier's decodes."""
         start = self.starts[tier]
         return slice(start, start + self.decodes[tier])
 

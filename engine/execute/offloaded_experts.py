@@ -34,8 +34,6 @@ class ExpertRoom:
     """Host buffers between a sub-batch and the CPU's experts: inputs, routing and outputs.
 
     Args:
-        rows: Number of rows of a sub-batch.
-        decoder: The decoder of a model with experts.
         flags: The sub-batch's flags, by name in a turn.
     """
 

@@ -91,7 +91,6 @@ class Program:
 
     @property
     def graph_key(self) -> GraphKey:
-        """The sizes of the iteration."""
         return self._memory.graph_key
 
     @property

@@ -69,12 +69,7 @@ class _Moment:
 
 
 class CopyTimes:
-    """Marks around the copies of layers, kept for all iterations because graphs record them.
-
-    Args:
-        layers: Layers with streamed KV.
-        device: Target of the copies.
-    """
+    """Marks around the copies of layers, kept for all iterations because graphs record them."""
 
     def __init__(self, layers: Iterable[int], device: torch.device) -> None:
         def mark() -> Mark:

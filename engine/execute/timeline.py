@@ -103,11 +103,6 @@ class Timeline:
         return taken
 
     @property
-    def num_dropped_spans(self) -> int:
-        """Number of spans dropped in favour of newer ones."""
-        return self._num_recorded - len(self._spans)
-
-    @property
     def is_recording_next(self) -> bool:
         """True if the current iteration is recorded, or the next one will be."""
         return self.is_recording or self._is_next_wanted
@@ -194,7 +189,7 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {
                 "iterations": self._iteration,
-                "dropped_spans": self.num_dropped_spans,
+                "dropped_spans": self._num_recorded - len(spans),
                 "note": "dropped_spans counts the oldest spans, dropped in favour of newer ones",
             },
             "traceEvents": events,

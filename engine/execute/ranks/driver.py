@@ -128,7 +128,8 @@ class Driver(Member):
             ended = [each for each in self.processes if each.what_ended(POLL_S) is not None]
         ended.sort(key=lambda each: not each.is_cause)
         for process in ended[:1]:
-            process.log_last_lines()
+            if text := process.last_lines():
+                logger.error("last output of process %d:\n%s", process.pid, text)
         if not ended:
             numbers = ", ".join(str(each.pid) for each in self.processes)
             return f"the processes of the model's other parts ({numbers}) do not answer"
