@@ -18,8 +18,7 @@ BLOCKS = 8  # blocks of 32 columns per program
 def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
     """Compute `models.linear.unpack.unpack_quantised`."""
     layout = LAYOUTS[type_name]
-    assert out.is_contiguous()
-    assert packed.is_contiguous()
+    assert all(each.is_contiguous() for each in (packed, out))
     assert out.shape[1] % (BLOCK * layout.unit_blocks) == 0
     rows, blocks = len(out), out.shape[1] // BLOCK
     if not rows:

@@ -182,12 +182,9 @@ def multiplies_integers() -> bool:
 
 
 def inputs_of(x: Tensor) -> Tensor | Rounded:
-    """Return rows as the kernels of the current fallback level take them."""
-    return rounded(x) if multiplies_integers() else x
-
-
-def rounded(x: Tensor) -> Rounded:
-    """Round rows; columns are a multiple of 32."""
+    """Return rows as the kernels of the current fallback level take them; columns are a multiple of 32."""
+    if not multiplies_integers():
+        return x
     rows, columns = x.shape
     assert x.stride(1) == 1
     blocks = columns // BLOCK
