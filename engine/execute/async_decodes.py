@@ -41,18 +41,13 @@ NO_BLOCKS = IntArray().view()
 
 @dataclass
 class AsyncDecodes(Attender):
-    """The async decodes of an iteration, as rows of a sub-batch.
-
-    Args:
-        attention: By tier, all with the same slots.
-        old: Index of the set of buffers to read.
-    """
+    """The async decodes of an iteration, as rows of a sub-batch."""
 
     memory: Memory
     buffers: "AsyncBuffers"
     stages: Stages
-    attention: Mapping[KVTier, HostAttention]
-    old: int
+    attention: Mapping[KVTier, HostAttention]  # all with the same slots
+    old: int  # index of the set of buffers to read
 
     def __post_init__(self) -> None:
         self.key = self.old

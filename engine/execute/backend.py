@@ -74,7 +74,6 @@ class ThreadBackend:
     """The backend without a GPU, on threads. It replays recorded graphs, unless the timeline records.
 
     Args:
-        timeline: Records the work of the lanes.
         lanes: Lanes for tests; None: the default threads.
     """
 

@@ -16,15 +16,10 @@ from neo_desktop.models.vision.prompt import Sight
 
 @dataclass(frozen=True, slots=True)
 class ImageSpans:
-    """The images in a chunk whose rows see later rows.
+    """The images in a chunk whose rows see later rows."""
 
-    Args:
-        spans: first and last position, the last one excluded.
-        sight: layers in which they do.
-    """
-
-    spans: tuple[tuple[int, int], ...] = ()
-    sight: Sight = Sight.CAUSAL
+    spans: tuple[tuple[int, int], ...] = ()  # first and last position, the last one excluded
+    sight: Sight = Sight.CAUSAL  # layers in which they do
 
     @classmethod
     def of(cls, sequence: ScheduledSequence) -> Self:

@@ -136,7 +136,6 @@ class GraphKey:
 
         Args:
             members: The members of the plan's sub-batches, without empty ones.
-            streamed_blocks: See `streamed_blocks`.
         """
         tables = [
             len(sequence.block_table)

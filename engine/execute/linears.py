@@ -110,7 +110,6 @@ class Linears:
             stage: Its layer is the stage's index in `models.stages`.
             store: Target of k and v if the rotation kernel stores them.
             products: The stage's offloaded matmuls; None: no matrix is offloaded.
-            after: The signals that the stage waits for.
         """
         if products is None or self.stream is None:
             advance = partial(self.stages.advance, stage.layer, state, store)

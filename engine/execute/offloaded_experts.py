@@ -134,9 +134,6 @@ class ExpertPass:
         """Submit a turn's experts; return the signals to wait for besides the device's lane.
 
         Args:
-            stream: Streams the pieces to the device.
-            stage: The device's stage.
-            experts: The MoE layer's input, routing and output.
             made: The signal that the input is ready.
         """
         turn, x, room, out = stage.layer, experts.x, experts.room, experts.out

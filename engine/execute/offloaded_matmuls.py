@@ -58,7 +58,6 @@ class HostProduct:
     """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch.
 
     Args:
-        index: Index of the sub-batch.
         divided: turn -> divided matrix
     """
 
@@ -144,7 +143,6 @@ class OffloadedMatmuls:
     """A model's offloaded matrices and their permanent buffers.
 
     Args:
-        stages: The stages of a model with offloaded matrices or experts.
         rows: For each sub-batch, the most rows with fixed buffers, which graphs can use.
         moves_experts: True if experts may move.
     """
@@ -324,13 +322,7 @@ class OffloadedPass:
         steps: Iterable[Step],
         after: Sequence[Signal] = (),
     ) -> Sequence[Signal]:
-        """Submit the steps of a stage; return the signals of their end.
-
-        Args:
-            stage: The device's stage.
-            steps: The steps until the next attention.
-            after: The signals that the steps wait for.
-        """
+        """Submit the steps of a stage after the signals; return the signals of their end."""
         for step in steps:
             if step.work is None:
                 launcher.wait(after)

@@ -254,7 +254,6 @@ class StreamedPrompts(DevicePrompts):
 
     Args:
         slots: Slots of the chunks' own tokens, [tokens] int64 in host memory.
-        stream: Prefetch of the earlier KV.
     """
 
     def __init__(

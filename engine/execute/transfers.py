@@ -26,7 +26,6 @@ class Transfer:
     Args:
         task: The CPU's part: copies between a layer's buffer and the pool.
         buffers: Host buffers, used in turn.
-        lane: The device's lane for its part.
     """
 
     def __init__(self, task: HostTask, buffers: Sequence[Rows], lane: Lane) -> None:
@@ -42,7 +41,6 @@ class Transfer:
 
         Args:
             read: Starts the copy of the rows to a host buffer.
-            after: Signals to wait for.
         """
         slot = layer % len(self._buffers)
         copy = partial(read, self._buffers[slot])
@@ -94,7 +92,6 @@ class TransferMemory:
         """Make a transfer.
 
         Args:
-            name: Name of its stages.
             slots: Slots of the pool, [n] int64.
             to_host: True: write rows to the pool. False: read rows.
             is_behind: True: run after the computation of the layer. False: run one layer ahead.

@@ -58,7 +58,6 @@ class WorkerRelay:
 
         Args:
             tasks: The worker's tasks, in the device's order within a layer.
-            watch: Watchdog for waits for the GPU.
         """
         with_flags = [(task, task.flags.zero_()) for task in tasks if task.flags is not None]
         self._iteration = begun = _Iteration(with_flags, watch)

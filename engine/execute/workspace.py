@@ -75,8 +75,6 @@ class Workspace:
     On a GPU the next iteration may be prepared while one runs, so there are two sets of input buffers.
 
     Args:
-        tiers: KV tiers of decodes.
-        capacity: Sizes of the largest iteration.
         num_programs: Number of decode-attention programs that the GPU runs at once.
         has_graphs: True if graphs run, which choose tokens themselves.
         is_staged: True if the device's inputs are copies, so that the next ones can be prepared.
@@ -163,7 +161,6 @@ class Workspace:
         """Return memory for the partial results of `paged_decode`.
 
         Args:
-            rows: Number of decodes.
             max_tokens: Most tokens that a decode attends to.
         """
         config = self._config

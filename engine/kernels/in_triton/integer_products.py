@@ -204,11 +204,7 @@ def _high(pair):
 
 @triton.jit
 def _four_codes(packed, place: tl.constexpr, CODING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Return a place's codes, or their numbers, in bytes; `Coding.shifts` draws the layout.
-
-    Args:
-        packed: the words of a block.
-    """
+    """Return codes of a place of a block's words, or their numbers, in bytes; see `Coding.shifts`."""
     FIRST: tl.constexpr = CODING.first
     SECOND: tl.constexpr = CODING.bits - FIRST
     word = packed[place * FIRST // 8]

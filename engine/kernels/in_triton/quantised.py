@@ -55,22 +55,14 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matmul of few rows, or of experts' pairs.
+    """A matmul of few rows, or of experts' pairs."""
 
-    Args:
-        weight: the matrix, or the experts' matrices.
-        bias: of the weight's rows.
-        rows: of a matrix.
-        out: a row is contiguous.
-        count: rows of inputs, or pairs per block.
-        pairs: ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix.
-    """
-
-    weight: Grouped
-    bias: Tensor | None
-    rows: int
-    out: Tensor
-    count: int
+    weight: Grouped  # the matrix, or the experts' matrices
+    bias: Tensor | None  # of the weight's rows
+    rows: int  # of a matrix
+    out: Tensor  # a row is contiguous
+    count: int  # rows of inputs, or pairs per block
+    # ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix
     pairs: tuple[Tensor, Tensor, int] | None = None
 
     def grid(self, rows: int) -> tuple[int, int]:
