@@ -75,7 +75,7 @@ class AsyncDecodes(Attender):
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
     def commit(self) -> None:
-        self.buffers.end_turn()
+        self.buffers.newest = 1 - self.old
 
     def _send(self, layer: int) -> None:
         target = self.buffers.qkv[layer, : self._count]
@@ -118,16 +118,12 @@ class AsyncBuffers:
         rotations = layers * slots[1], 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
-        self.newest = 0  # index of the set that the last async step wrote
+        self.newest = 0  # index of the set that the last successful async step wrote
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
         """The host tensors that graphs copy from and to."""
         return (self.qkv, self.out, *self.flags.values()) if self._tiers else ()
-
-    def end_turn(self) -> None:
-        """Swap the two sets after a successful async step: the next step reads what this one wrote."""
-        self.newest = 1 - self.newest
 
     def check(self, plan: IterationPlan) -> None:
         """Raise ValueError if a plan's async decodes are invalid."""
