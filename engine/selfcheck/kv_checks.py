@@ -82,7 +82,8 @@ class LayerCase:
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:
         """Return the attention in float64, from rows as read by `stored`."""
-        by_request = zip(self.q.split(1), *(part.split(self.lengths) for part in rows), strict=True)
+        parts = (torch.split(part, self.lengths) for part in rows)
+        by_request = zip(torch.split(self.q, 1), *parts, strict=True)
         return torch.cat([dense(self._rig, q, keys, values, window) for q, keys, values in by_request])
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
