@@ -3,6 +3,7 @@
 admits           may a prompt live in another tier when the preferred one is full?
 spills           may a request that must leave the preferred tier continue in another, or must it wait?
 prefill_budget   prompt tokens of the iteration
+streams          may streamed decodes whose copies are hidden join the iteration?
 partition        assignment of the queue's decodes to sub-batches
 """
 

@@ -28,6 +28,7 @@ constexpr OpTraits kTraits[] = {
     {"add_number", 1}, {"times_number", 1}, {"silu", 1},      {"sigmoid", 1},    {"tanh", 1},
     {"relu", 1},       {"gelu", 1},         {"gelu_tanh", 1}, {"softplus", 1},
 };
+static_assert(std::size(kTraits) == static_cast<size_t>(RowOp::kSoftplus) + 1);
 
 OpTraits traits_of(RowOp op) {
   const auto index = static_cast<size_t>(op);

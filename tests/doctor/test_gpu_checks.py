@@ -20,6 +20,7 @@ from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.selfcheck import answers, kernel_checks, kv_checks, offload_checks
+from neo_desktop.engine.selfcheck import rig as selfcheck_rig
 from neo_desktop.engine.selfcheck.answers import alone
 from neo_desktop.engine.selfcheck.check import Check
 from neo_desktop.engine.selfcheck.offload_checks import (
@@ -60,10 +61,19 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1), (33,)))
     monkeypatch.setattr(kv_checks, "MANY", 2)
     monkeypatch.setattr(kernel_checks, "ROWS", (1, 3, 6))
-    monkeypatch.setattr(kernel_checks, "EXPERT_ROWS", (1, 5))
-    monkeypatch.setattr(kernel_checks, "KINDS", {"Q4_K": (1, 17), "Q8_0": (3,)})  # others take half a minute
-    for name, size in (("KEY_HEADS", 1), ("HEADS", 2), ("VALUE_DIM", 12)):  # of recurrent layers
+    monkeypatch.setattr(kernel_checks, "EXPERT_ROWS", (1,))
+    monkeypatch.setattr(kernel_checks, "EXPERT_KINDS", (None, "Q8_0"))
+    monkeypatch.setattr(kernel_checks, "MOST_HIDDEN", 64)
+    monkeypatch.setattr(kernel_checks, "KINDS", {"Q4_K": (1, 17), "Q8_0": (3,)})
+    monkeypatch.setattr(kernel_checks, "SPANS", ((0, 2, 0, 3), (2, 3, 2, 2), (3, 36, -1, 1)))
+    for name, size in (
+        ("KEY_HEADS", 1),
+        ("HEADS", 2),
+        ("KEY_DIM", 16),
+        ("VALUE_DIM", 12),
+    ):  # of recurrent layers
         monkeypatch.setattr(kernel_checks, name, size)
+    monkeypatch.setattr(selfcheck_rig, "REPEATS", 1)
     monkeypatch.setattr(offload_checks, "SECONDS", {False: 0.1, True: 0.1})
     with fallbacks.at_levels({}):
         yield

@@ -12,6 +12,7 @@ from cost_models import machine
 from idle import assert_is_idle
 from kv_invariants import check_kv
 from recurrent_models import RECURRENT
+from seeds import first
 from traced_models import save
 
 from neo_desktop import Engine, SamplingParams
@@ -89,7 +90,7 @@ def assert_is_idle_after_writes(engine: Engine) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["gpu-only", "auto", "pie"])
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", first(sorted(RECURRENT, key=lambda family: family != "granite-4-h")))
 def test_recurrent_states_come_back_as_checkpoints(family: str, policy: str, tmp_path: Path) -> None:
     folder = save(tmp_path / family, *RECURRENT[family])
     with engine(folder, policy) as first:

@@ -9,9 +9,10 @@ import torch
 from checkpoints import save_checkpoint, save_tokenizer
 from cost_models import machine
 from engine_fakes import FakeExecutor, make_request, next_token
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_invariants import check_kv
+from seeds import few_examples
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import drafting as drafting_module
@@ -134,7 +135,7 @@ def tokens_of(answers: list[Completion]) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in answers]
 
 
-@settings(max_examples=6)
+@few_examples
 @given(
     policy=st.sampled_from(("gpu-only", "fastdecode", "neo", "auto")),
     draft=st.sampled_from(("large", "small")),

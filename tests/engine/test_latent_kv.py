@@ -72,6 +72,7 @@ def test_a_token_takes_one_row_per_layer(folder: Path) -> None:
     assert block_bytes(config, BLOCK_SIZE, torch.int8) == BLOCK_SIZE * (WIDTH + 4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("policy", "caches"), CACHES)
 def test_tokens_are_those_of_transformers_in_small_caches(
     folder: Path, policy: str, caches: dict[str, int]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from cost_models import machine
 from gguf_files import write_gguf
-from hypothesis import given, settings
+from hypothesis import given
+from seeds import few_examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_desktop import Engine, SamplingParams, native
@@ -70,7 +71,7 @@ def answer(found: Completion) -> Answer:
     cache_tokens=st.sampled_from([272, 384, 1024]),
     num_threads=st.integers(1, 3),
 )
-@settings(max_examples=6)
+@few_examples
 def test_an_answer_has_the_same_bits_cold_warm_chunked_preempted_and_under_every_policy(
     model: Path,
     batch: list[list[int]],

@@ -15,8 +15,9 @@ from checkpoints import save_checkpoint
 from cost_models import machine
 from drafters import Informed, OftenRight, OftenRightModel
 from engine_fakes import FakeExecutor, make_request, reference_output
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from seeds import few_examples
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
@@ -74,7 +75,7 @@ def shown(answers: list[Completion]) -> list[Any]:
     return [(answer.text, answer.tokens, answer.finish_reason) for answer in answers]
 
 
-@settings(max_examples=5)
+@few_examples
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     cache_tokens=st.sampled_from((288, 512, 4096)),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from idle import assert_is_idle
 from kv_invariants import check_kv
+from seeds import first
 from worker_process import WorkerProcess
 from worker_requests import ONE, Answers, expected, make_engine, prompts
 from workers import running_worker
@@ -101,11 +102,14 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
             assert least <= each.shape.async_decodes.get(tier, NONE).requests <= least + more
 
 
+@pytest.mark.parametrize("num_seeds", first([8, 20]))
 @pytest.mark.parametrize("policy", ["own pace", "apex", "auto"])
-def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(policy: str) -> None:
+def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(
+    policy: str, num_seeds: int
+) -> None:
     """Workers fail in mid-token and return; requests are aborted, moved and preempted."""
     num_async = num_lost = 0
-    for seed in range(8):
+    for seed in range(num_seeds):
         rng = random.Random(seed)
         own = AllAsync("own pace", EVERYWHERE)
         chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_tiers(WORKERS)

@@ -225,7 +225,7 @@ def test_a_device_that_never_ends_is_given_up(
             made.step()
 
 
-@pytest.mark.parametrize(("kernel", "mechanism"), [("_add_rms_norm", "norm"), ("_silu_mul", "activation")])
+@pytest.mark.parametrize(("kernel", "mechanism"), [("_add_rms_norm", "norm"), ("_gated", "activation")])
 def test_doctor_finds_a_kernel_whose_results_are_wrong(
     monkeypatch: pytest.MonkeyPatch, kernel: str, mechanism: str
 ) -> None:

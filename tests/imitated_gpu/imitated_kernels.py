@@ -24,6 +24,16 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
     in_torch = import_module("neo_desktop.engine.kernels.in_torch")
     in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
     operators = import_module("neo_desktop.models.operators")
+    experts = import_module("neo_desktop.models.expert_operators")
+
+    def named(module: str, kernel: str) -> str:
+        assert hasattr(import_module(f"neo_desktop.engine.kernels.in_triton.{module}"), kernel), kernel
+        return kernel
+
+    def gated(gate_up: Tensor, out: Tensor, alpha: float, limit: float, **constants: Any) -> None:
+        is_clamped = constants["HOW"] == "clamped"
+        how = experts.ClampedGate(alpha, limit) if is_clamped else constants["HOW"]
+        out.copy_(experts.gated(*gate_up.chunk(2, -1), how))
 
     def attend(*args: Any, **constants: Any) -> None:
         sinks, scale, window = args[8:11]
@@ -41,11 +51,11 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
         (operators.write_rows if constants["WRITE"] else operators.read_rows)(*args[:5])
 
     return {
-        "_add_rms_norm": lambda *args, **_: operators.add_rms_norm(*args[:5]),
-        "_silu_mul": lambda *args, **_: operators.silu_mul(*args[:2]),
-        "_rope_append": lambda *args, **_: operators.rope_append(*args[:8]),
-        "_copy_rows": copy_rows,
-        "_attend": attend,
+        named("norm", "_add_rms_norm"): lambda *args, **_: operators.add_rms_norm(*args[:5]),
+        named("activation", "_gated"): gated,
+        named("rope_append", "_rope_append"): lambda *args, **_: operators.rope_append(*args[:8]),
+        named("row_copy", "_copy_rows"): copy_rows,
+        named("paged_decode", "_attend"): attend,
     }
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from checkpoints import transformers_greedy
 from cost_models import machine
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from numpy.typing import NDArray
 from recurrent_models import RECURRENT
-from seeds import first
+from seeds import few_examples, first
 from torch.nn.functional import normalize
 from traced_models import save
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
@@ -20,7 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kernels.in_triton.chunked_scan import scan_chunks
-from neo_desktop.engine.kernels.in_triton.recurrent import scan_state
+from neo_desktop.engine.kernels.in_triton.recurrent import LEAST_TOKENS, scan_state
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -58,7 +58,7 @@ def exact(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("is_delta", [True, False])
 @pytest.mark.parametrize("sizes", [(24, 3), (80, 20)], ids=str)
-@settings(max_examples=5)
+@few_examples
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3), seed=st.integers(0, 2**32))
 @example(lengths=[16, 17, 15], seed=0)
 @example(lengths=[33, 32, 1], seed=1)
@@ -128,12 +128,12 @@ def test_models_give_the_tokens_of_transformers(
     monkeypatch.setattr(stages, "lowered", no_program)
     folder = save(tmp_path / family, *RECURRENT[family])
     generator = torch.Generator().manual_seed(1)
-    first_prompt = torch.randint(3, 300, (65,), generator=generator).tolist()
+    first_prompt = torch.randint(3, 300, (45,), generator=generator).tolist()
     prompts = [first_prompt, [*first_prompt[:33], 7]]
     greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     expected = [transformers_greedy(folder, prompt, 2) for prompt in prompts]
     options = EngineOptions(
-        model=folder, device="cpu", gpu_cache_tokens=512, max_batch_tokens=60, max_batch_requests=4
+        model=folder, device="cpu", gpu_cache_tokens=512, max_batch_tokens=42, max_batch_requests=4
     )
     parts = take_memory(load(options), options)
     with Engine.from_parts(parts, "gpu-only", cost_model=machine(cpu_token_ms=1e-6)) as engine:
@@ -141,4 +141,4 @@ def test_models_give_the_tokens_of_transformers(
             found = engine.generate(prompts[:count], greedy)
             assert [list(each.token_ids) for each in found] == expected[:count]
         assert found[0].num_cached_tokens > 0
-    assert max(launches) > 40
+    assert max(launches) >= LEAST_TOKENS

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from dense_attention import dense
-from hypothesis import given, settings
+from hypothesis import given
 from kv_pools import spoiled
+from seeds import few_examples
 
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.cache import KVCache
@@ -60,7 +61,7 @@ def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
 
 
 @given(data=st.data())
-@settings(max_examples=4)
+@few_examples
 def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, device: torch.device) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     dtype = data.draw(st.sampled_from(FLOATS))

@@ -9,8 +9,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from fallback_levels import Levels, kernels_on
-from hypothesis import given, settings
+from hypothesis import given
 from paged_case import PagedCase, make_case
+from seeds import few_examples
 from torch import Tensor
 
 from neo_desktop.engine.kernels import in_torch
@@ -115,7 +116,7 @@ def test_any_block_size(block_size: int, device: torch.device) -> None:
 
 @pytest.mark.sample(1)
 @given(data=st.data())
-@settings(max_examples=8)
+@few_examples
 def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.device) -> None:
     lengths = data.draw(st.lists(st.integers(0, 130) | st.sampled_from(LENGTHS), min_size=1, max_size=4))
     case = make_case(

@@ -80,3 +80,21 @@ def cost_models(tiers: Sequence[KVTier] = MEASURED_TIERS) -> st.SearchStrategy[T
             tiers=st.just(tuple(tiers)),
         ),
     )
+
+
+def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
+    """Return the costs of one layer with constant linear time; all other stages are free."""
+    free = Surface((1, 2), (1, 2), ((0, 0), (0, 0)))
+    nothing = Curve((1, 2), (0, 0))
+    return TableCostModel(
+        1,
+        True,
+        iteration_ms,
+        Curve((1, 2), (linear_ms, linear_ms)),
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        free,
+        dict.fromkeys(MEASURED_TIERS, free),
+    )

@@ -136,7 +136,7 @@ def reference_logprobs(model: Decoder, *contexts: list[int]) -> list[Tensor]:
     for batch in [[key] for key in missing] if recurrent else filter(None, [missing]):
         lengths = [len(key) for key in batch]
         scores = logits_of_all(model, torch.tensor([*chain(*batch)]), stages=stages, lengths=lengths)
-        ends = torch.tensor(lengths).cumsum(0) - 1
+        ends = torch.tensor(lengths, device=scores.device).cumsum(0) - 1
         known |= dict(zip(batch, scores[ends].log_softmax(-1), strict=True))
     return [known[key] for key in keys]
 

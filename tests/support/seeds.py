@@ -5,6 +5,9 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+few_examples = settings(max_examples=settings().max_examples // 3)  # of slow properties
 
 
 def seeds(few: int, every: int) -> list[Any]:

@@ -13,7 +13,7 @@ namespace neo_desktop {
 // The operations on a row; their numbers are those of packed_linear and operators.h. Norms and heads work on
 // groups. `a` and `b` are the step's sources, weights its tensors.
 enum class RowOp {
-  kMultiply,    // a @ matrix.T + bias, per head if there are several matrices; groups are heads
+  kMultiply,    // a @ matrix.T + bias, per head if there are several matrices
   kAddRmsNorm,  // a += b, in place; RMSNorm(a) * weight [length]; one group
   kRmsNorm,     // RMSNorm(a) * weight: fp32 [length], or in the dtype, then rounded before the product
   kLayerNorm,   // (a - mean) / deviation * weight + bias, both [length]
