@@ -39,7 +39,6 @@ from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.leftovers import may_predict
 from neo_desktop.models.linear.protocol import WeightFormat
 from neo_desktop.models.registry import (
     assistant_folder,
@@ -55,7 +54,7 @@ from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.assistant import Pairing
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
-from neo_desktop.models.weights import Weights
+from neo_desktop.models.weights import Weights, may_predict
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ class AttentionConfig(Protocol):
 
 
 def heads_of(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as views.
+    """Return queries, keys and values as views of qkv [..., heads + kv_parts * kv_heads, head_dim].
 
-    Args:
-        qkv: [..., heads + kv_parts * kv_heads, head_dim]; with one part, the keys are also the values.
+    With one part, the keys are also the values.
     """
     return qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :], qkv[..., -kv_heads:, :]
 

@@ -76,21 +76,17 @@ class ChatBackends:
         copy.add_tokens([AddedToken(filler, normalized=False) for filler in fillers])
         original_ids = {}
         for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
-            is_mark = token.content in self._marks
-            added = _signed(token, sign) if is_mark else token
+            added = token
+            if token.content in self._marks:
+                added = AddedToken(
+                    sign + token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,  # a normaliser might remove the sign
+                )
             copy.add_tokens([added])
             new_id = copy.token_to_id(added.content)
             assert new_id is not None
             original_ids[new_id] = token_id
         return copy, original_ids
-
-
-def _signed(token: AddedToken, sign: str) -> AddedToken:
-    # normalized=False: a normaliser might remove the sign.
-    return AddedToken(
-        sign + token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=False,
-    )

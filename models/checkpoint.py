@@ -16,9 +16,6 @@ def open_checkpoint(path: Path, mmproj: Path | None = None) -> Checkpoint:
 
     A folder with safetensors files is read as a Hugging Face folder, even if it contains GGUF files.
 
-    Args:
-        mmproj: see `GGUFCheckpoint`.
-
     Raises ModelError for anything else, for a folder with several models, and for `mmproj` with a model that
     is no GGUF file.
     """

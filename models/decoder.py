@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import FINAL_NORM, ModelConfig
-from neo_desktop.models.expert_slots import expert_slots
+from neo_desktop.models.expert_slots import LayerSlots, expert_slots
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import OffloadedFormat, OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear, WeightFormat
@@ -55,7 +55,6 @@ class LayerWeights:
     mlp: GatedMLP | Experts
 
     def linears(self) -> Iterator[Linear]:
-        """Yield the matrices."""
         yield from (self.qkv, self.output)
         yield from (getattr(self.mlp, field.name) for field in fields(self.mlp))
 
@@ -130,8 +129,11 @@ class Decoder:
             of_layer = [self.matrices[name] for name in names]
             yield of_layer[0], of_layer[-2], of_layer[-1]
 
+    def slots_of(self, gate: Linear) -> LayerSlots | None:
+        """Return the slots of the layer with these gates; None: its experts do not move."""
+        return None if self.expert_slots is None else self.expert_slots.of(gate)
+
     def _gather(self) -> None:
-        """Gather the layers' weights."""
         config = self.config
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.final_norm = self.tensors[FINAL_NORM]

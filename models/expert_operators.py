@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
-from neo_desktop.models.experts_config import ClampedGate, Gating
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.stacked import StackedExperts
 
 ROWS_AT_ONCE = 1024  # most experts get many rows, and scratch memory stays bounded
@@ -26,12 +26,10 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":
-        """Allocate uninitialised tensors."""
         dtypes = (torch.int32, torch.float32, torch.int32)
         return cls(*(torch.empty(rows, per_token, dtype=dtype, device=device) for dtype in dtypes))
 
     def rows(self, rows: slice) -> "Choice":
-        """Return views of a slice of rows."""
         return Choice(*(tensor[rows] for tensor in self))
 
 
@@ -48,16 +46,9 @@ class ExpertScratch(NamedTuple):
 
     @classmethod
     def empty(
-        cls,
-        rows: int,
-        count: int,
-        per_token: int,
-        intermediate: int,
-        hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, rows: int, experts: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device
     ) -> "ExpertScratch":
-        """Allocate uninitialised tensors for `rows` rows."""
+        per_token, intermediate = experts.per_token, experts.intermediate_size
         pairs = min(rows, ROWS_AT_ONCE) * per_token
 
         def room(rows: int, columns: int) -> Tensor:
@@ -65,10 +56,9 @@ class ExpertScratch(NamedTuple):
 
         choice = Choice.empty(rows, per_token, device)
         rooms = room(pairs, 2 * intermediate), room(pairs, intermediate), room(pairs, hidden)
-        return cls(room(rows, count), choice, *rooms, per_token)
+        return cls(room(rows, experts.count), choice, *rooms, per_token)
 
     def first(self, rows: int) -> "ExpertScratch":
-        """Return views for the first rows."""
         pairs = min(rows, ROWS_AT_ONCE) * self.per_token
         gate_up, gated, products = (tensor[:pairs] for tensor in (self.gate_up, self.gated, self.products))
         choice = self.choice.rows(slice(rows))
@@ -124,13 +114,10 @@ def multiply_experts(
     which takes longer.
 
     Args:
-        experts: of the layer.
         x: [n, hidden], n at most `ROWS_AT_ONCE`.
         ids: [n, k] int32, expert ids; -1: none.
         weights: [n, k] float32, routing weights.
-        room: scratch for n rows.
-        out: [n, hidden], must not alias x.
-        adds: add the sums to `out` instead of overwriting it.
+        out: [n, hidden], must not alias x; the sums overwrite it, or are added to it.
     """
     total = torch.zeros_like(x, dtype=torch.float32)
     if ids.numel() < experts.count // 2:

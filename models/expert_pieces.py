@@ -42,7 +42,6 @@ class ExpertPiece:
         Args:
             staged: the piece's bytes on the device, `[bytes]` uint8.
             room: `[at least elements]` on the device, in the model's dtype: scratch.
-            gating: see `StackedExperts`.
         """
         *gate_up, down = self._matrices(staged, room)
         return StackedExperts(self.count, gate_up[0], gate_up[-1], down, gating)
@@ -80,10 +79,8 @@ def expert_pieces(
 
     Args:
         matrices: the layer's gates, ups and downs; or ups and downs.
-        count: number of experts in the layer.
         first: place of the first expert.
         experts: numbers of the experts in host memory, from 0.
-        dtype: of the model.
     """
     expert_rows = [split.rows // count for split in matrices]
     elements = sum(rows * split.columns for rows, split in zip(expert_rows, matrices, strict=True))

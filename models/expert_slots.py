@@ -29,11 +29,9 @@ LayerMatrices = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
 
 
 class LayerSlots:
-    """The slots of a layer.
+    """The slots of a layer; `index`: among those with slots.
 
     Args:
-        index: of the layer, among those with slots.
-        count: number of experts.
         places: [count] int32 on the device.
         slots: [count], an expert's slot; -1: in host memory alone.
     """
@@ -54,14 +52,12 @@ class LayerSlots:
         return np.flatnonzero(self._slots < 0).tolist()
 
     def places_of(self, ids: Tensor) -> Tensor:
-        """Return the places of experts, of the same shape."""
         return self._places.index_select(0, ids.flatten()).view_as(ids)
 
     def fill(self, slot: int, expert: int, staged: Tensor) -> None:
         """Copy an expert to a slot, in the order of the current stream.
 
-        Args:
-            staged: [at least expert_bytes] uint8 on the device: scratch.
+        `staged` is scratch, [at least expert_bytes] uint8 on the device.
         """
         for split, piece in self._pieces(expert):
             packed = staged[: len(piece.packed)]
@@ -77,13 +73,7 @@ class LayerSlots:
 
 
 class ExpertSlots:
-    """The slots of a model's layers.
-
-    Args:
-        layers: per layer, its matrices.
-        count: number of experts of a layer.
-        budget: for copies.
-    """
+    """The slots of a model's layers; `count`: number of experts of a layer."""
 
     def __init__(
         self, layers: Sequence[LayerMatrices], count: int, budget: MoveBudget, device: torch.device
@@ -96,20 +86,21 @@ class ExpertSlots:
             LayerSlots(index, matrices, count, self.places[index], self.slots[index])
             for index, matrices in enumerate(layers)
         ]
-        self._of_gates = {matrices[0]: layer for matrices, layer in zip(layers, self.layers, strict=True)}
+        self._of_gates: dict[Linear, LayerSlots] = {
+            matrices[0]: layer for matrices, layer in zip(layers, self.layers, strict=True)
+        }
         self.version = 0  # changes with the order of experts in host memory
         self._num_slots = np.array([[layer.num_slots] for layer in self.layers], np.int32)
         numbers = np.arange(count, dtype=np.int32)
         self.place(np.where(numbers < self._num_slots, numbers, -1))
         self.places.copy_(torch.from_numpy(self.all_places()))
 
-    def of(self, gate: OffloadedLinear) -> LayerSlots | None:
+    def of(self, gate: Linear) -> LayerSlots | None:
         """Return the slots of the layer with these gates; None: it has none."""
         return self._of_gates.get(gate)
 
     @property
     def num_slots(self) -> Sequence[int]:
-        """Slots per layer."""
         return [layer.num_slots for layer in self.layers]
 
     def place(self, slots: NDArray[np.int32]) -> None:
@@ -130,11 +121,7 @@ def expert_slots(
     budget: MoveBudget | None,
     device: torch.device,
 ) -> ExpertSlots | None:
-    """Return the slots of a model's layers; None: no experts move.
-
-    Args:
-        layers: per layer, its gates, ups and downs.
-    """
+    """Return the slots of a model's layers, given each layer's matrices; None: no experts move."""
     found = [
         (gate, up, down)
         for gate, up, down in layers

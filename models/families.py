@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
+from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, Gating, check_experts
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.limits import MAX_INTERMEDIATE_SIZE
 from neo_desktop.models.safetensors.scheme import read_scheme
@@ -270,6 +270,9 @@ def experts_of(
     layers = [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
     if count == 0 or not layers:
         return None
+    gating: Gating = "silu"
+    if keys.is_clamped:
+        gating = ClampedGate(file.number("swiglu_alpha"), file.number("swiglu_limit"))
     experts = ExpertsConfig(
         count=count,
         per_token=file.integer("num_experts_per_tok"),
@@ -278,14 +281,10 @@ def experts_of(
         normalises=file.boolean("norm_topk_prob") if keys.normalises is None else keys.normalises,
         router_bias=keys.has_bias,
         bias=keys.has_bias,
-        gating=_clamped_gate(file) if keys.is_clamped else "silu",
+        gating=gating,
     )
     check_experts(file.path, experts, hidden_size, unsupported)
     return experts
-
-
-def _clamped_gate(file: JsonFile) -> ClampedGate:
-    return ClampedGate(file.number("swiglu_alpha"), file.number("swiglu_limit"))
 
 
 def stored_dtype(file: JsonFile, silent: str) -> torch.dtype:

@@ -12,7 +12,10 @@ becomes `<tool_call>add{"a": 1}`. Arguments that are not a JSON object become on
 
 import json
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from neo_desktop.models.tokenizer import DecodeStream
 
 OPENING, CLOSING, CALL = "<think>", "</think>", "<tool_call>"
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -29,16 +32,6 @@ def special_of(tokens: Mapping[int, str]) -> Mapping[int, str] | None:
     return tokens if set(MARKS).issubset(tokens.values()) else None
 
 
-class Stream(Protocol):
-    """A streaming detokenizer, see `tokenizer.DecodeStream`."""
-
-    def step(self, token_id: int) -> str:
-        """Add a token; return the text that is complete now."""
-
-    def flush(self) -> str:
-        """Return the text still held back."""
-
-
 class HarmonyStream:
     """A stream of text that marks thoughts and calls as other models do.
 
@@ -49,7 +42,7 @@ class HarmonyStream:
         is_signed: put `SIGN` before the marks of thoughts.
     """
 
-    def __init__(self, text: Stream, special: Mapping[int, str], *, is_signed: bool = False) -> None:
+    def __init__(self, text: "DecodeStream", special: Mapping[int, str], *, is_signed: bool = False) -> None:
         self._text, self._special = text, special
         self._sign = SIGN * is_signed
         self._header: str | None = None  # header text so far; None: inside a message

@@ -15,8 +15,7 @@ MAX_REASON = 1000  # characters
 class ModelError(ValueError):
     """An unusable checkpoint. The message is one sentence: the problem, and the remedy.
 
-    Args:
-        reason: the sentence. It may quote a file at any length; the middle of a long sentence is cut.
+    A sentence may quote a file at any length; the middle of a long one is cut.
     """
 
     def __init__(self, reason: str) -> None:

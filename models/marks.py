@@ -165,14 +165,19 @@ class Shield:
         if not self._end:
             raise ValueError("the chat holds every private character of Unicode: remove them")
 
-    def broken(self, value: Any) -> Any:
-        return self._broken(value, is_spoken=False)
+    def broken(self, value: Any, *, is_spoken: bool = False) -> Any:
+        """Return JSON with broken marks; `is_spoken`: of texts that are an assistant's own, see `Marks`."""
+        if isinstance(value, str):
+            return self._marks.broken(value, self._sign, is_spoken=is_spoken)
+        if isinstance(value, Mapping):
+            return {self.broken(key): self.broken(item) for key, item in value.items()}
+        return [self.broken(item) for item in value] if isinstance(value, list | tuple) else value
 
     def messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with broken marks, except the spoken marks of assistant messages."""
         return [
             {
-                key: self._broken(value, is_spoken=key == "content" and message.get("role") == "assistant")
+                key: self.broken(value, is_spoken=key == "content" and message.get("role") == "assistant")
                 for key, value in message.items()
             }
             for message in messages
@@ -199,13 +204,6 @@ class Shield:
         text = text.replace(self._end, "")
         pieces = self._marks.split(text).pieces
         return ChatText(tuple(piece.replace(self._sign, "") for piece in pieces))
-
-    def _broken(self, value: Any, *, is_spoken: bool) -> Any:
-        if isinstance(value, str):
-            return self._marks.broken(value, self._sign, is_spoken=is_spoken)
-        if isinstance(value, Mapping):
-            return {self._broken(key, is_spoken=False): self.broken(item) for key, item in value.items()}
-        return [self.broken(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: object, depth: int = 0) -> Iterator[str]:

@@ -15,11 +15,7 @@ _PULL = "neo-desktop models pull"
 
 
 def why_missing(name: str, known: Sequence[str] = ()) -> str:
-    """Say that no model has this name, and suggest similar ones.
-
-    Args:
-        name: the user's input: a name, or a path that does not exist.
-    """
+    """Say that no model has this name, or that this path does not exist, and suggest similar ones."""
     if not name.strip():
         return "the model's name is empty: name a folder, a GGUF file or 'builtin'"
     if _is_path(name):

@@ -14,7 +14,7 @@ from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.expert_operators import ExpertScratch, ids_among, passes
 from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
-from neo_desktop.models.expert_slots import LayerSlots
+from neo_desktop.models.expert_slots import LayerMatrices, LayerSlots
 from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig, Gating
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import PackedMatrix
@@ -26,7 +26,6 @@ from neo_desktop.models.operators import Operators
 Multiply = Callable[[Tensor, Tensor, Tensor, ExpertScratch, Tensor], None]
 Matrices = tuple[Linear, Linear, Linear]
 """A layer's gates, ups and downs, each with the experts' stacked; gates and ups may be one object."""
-_Split = tuple[OffloadedLinear, OffloadedLinear, OffloadedLinear]
 
 
 class MoE:
@@ -36,8 +35,6 @@ class MoE:
     computes the others. Places order the experts: first those on the device, then those in host memory.
 
     Args:
-        config: sizes of the experts.
-        operators: of the device.
         router: None: the caller selects the experts.
         slots: of the layer's experts; None: a place is the expert's number.
     """
@@ -54,7 +51,7 @@ class MoE:
         self._router, self._config, self._operators = router, config, operators
         self.slots = slots
         self._num_resident = config.count
-        self._split: _Split | None = None
+        self._split: LayerMatrices | None = None
         self.on_host: native.PackedExperts | None = None
         self._on_device: Multiply | None = None
         gate, up, down = matrices
@@ -74,7 +71,15 @@ class MoE:
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             gate, up, down = gate.resident, up.resident, down.resident
-        self._on_device = multiply_of((gate, up, down), self._num_resident, config.gating, operators)
+        count = self._num_resident
+        if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
+            packed = _packed(count, gate.native, up.native, down.native, config.gating)
+            self._on_device = partial(_multiply_packed, packed)
+            return
+        gates = stacked(gate, count)
+        ups = gates if up is gate else stacked(up, count)
+        experts = StackedExperts(count, gates, ups, stacked(down, count), config.gating)
+        self._on_device = lambda *arguments: operators.multiply_experts(experts, *arguments)
 
     @property
     def has_device_part(self) -> bool:
@@ -90,17 +95,10 @@ class MoE:
 
     def scratch(self, x: Tensor) -> ExpertScratch:
         """Allocate scratch memory for x `[n, hidden]`."""
-        config = self._config
-        sizes = config.count, config.per_token, config.intermediate_size, x.shape[1]
-        return ExpertScratch.empty(len(x), *sizes, x.dtype, x.device)
+        return ExpertScratch.empty(len(x), self._config, x.shape[1], x.dtype, x.device)
 
     def pieces(self, streamed: int, dtype: torch.dtype) -> list[ExpertPiece]:
-        """Return the pieces to stream to the device, in order.
-
-        Args:
-            streamed: number of host experts to stream.
-            dtype: of the model.
-        """
+        """Return the pieces to stream to the device, in order; `streamed`: number of host experts."""
         if self._split is None:
             return []
         experts = range(streamed) if self.slots is None else self.slots.on_host[:streamed]
@@ -108,12 +106,7 @@ class MoE:
         return expert_pieces(matrices, self._config.count, self._num_resident, experts, dtype)
 
     def route(self, x: Tensor, room: ExpertScratch) -> None:
-        """Select experts for x `[n, hidden]`.
-
-        Args:
-            x: on the device.
-            room: receives the routing.
-        """
+        """Select experts for x `[n, hidden]` on the device; `room` receives the routing."""
         assert self._router is not None
         logits = self._router.multiply(x, room.logits)
         ids, weights, _ = room.choice
@@ -122,9 +115,7 @@ class MoE:
     def find_host_ids(self, room: ExpertScratch, streamed: int) -> None:
         """Write the indices of the CPU's experts to the routing's `host_ids`; -1: not computed by the CPU.
 
-        Args:
-            room: has the routing.
-            streamed: number of experts in host memory that are streamed.
+        The first `streamed` experts in host memory are not computed by the CPU.
         """
         ids = room.choice.ids
         is_cpus = self._places(ids) >= self._num_resident + streamed
@@ -173,10 +164,8 @@ class MoE:
             piece: one of `pieces`.
             staged: its bytes on the device, `[bytes]` uint8.
             numbers: `[at least piece.elements]` on the device, in the model's dtype: scratch.
-            x: [n, hidden]
+            x: [n, hidden]; out: the same, must not alias x. It is overwritten, or added to.
             room: has the routing.
-            out: [n, hidden], must not alias x.
-            adds: add to `out` instead of overwriting it.
         """
         experts = piece.unpacked(staged, numbers, self._config.gating)
         ids, weights, _ = room.choice
@@ -187,20 +176,12 @@ class MoE:
 
 def moe_layers(decoder: Decoder, operators: Operators) -> dict[int, MoE]:
     """Return layer -> MoE, for the layers with experts."""
-    config, layers, slots = decoder.config.experts, enumerate(decoder.layers), decoder.expert_slots
-    if config is None:
-        return {}
-
-    def slots_of(gate: Linear) -> LayerSlots | None:
-        return slots.of(gate) if slots is not None and isinstance(gate, OffloadedLinear) else None
-
-    return {
-        index: MoE(
-            (mlp.gate, mlp.up, mlp.down), config, operators, router=mlp.router, slots=slots_of(mlp.gate)
-        )
-        for index, layer in layers
-        if isinstance(mlp := layer.mlp, Experts)
-    }
+    config, found = decoder.config.experts, {}
+    for index, layer in enumerate(decoder.layers):
+        if config is not None and isinstance(mlp := layer.mlp, Experts):
+            matrices, slots = (mlp.gate, mlp.up, mlp.down), decoder.slots_of(mlp.gate)
+            found[index] = MoE(matrices, config, operators, router=mlp.router, slots=slots)
+    return found
 
 
 def _packed(
@@ -209,23 +190,6 @@ def _packed(
     clamped = (gating.alpha, gating.limit) if isinstance(gating, ClampedGate) else None
     name = "silu" if isinstance(gating, ClampedGate) else gating
     return native.packed_experts(count, gate, up, down, clamped, gate_by=name)
-
-
-def multiply_of(matrices: Matrices, count: int, gating: Gating, operators: Operators) -> Multiply:
-    """Return a function that computes routed experts.
-
-    Args:
-        count: number of experts.
-        gating: see `ExpertsConfig`.
-        operators: of the device.
-    """
-    gate, up, down = matrices
-    if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        return partial(_multiply_packed, _packed(count, gate.native, up.native, down.native, gating))
-    gates = stacked(gate, count)
-    ups = gates if up is gate else stacked(up, count)
-    experts = StackedExperts(count, gates, ups, stacked(down, count), gating)
-    return lambda *arguments: operators.multiply_experts(experts, *arguments)
 
 
 def _multiply_packed(

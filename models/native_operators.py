@@ -3,6 +3,9 @@
 The module implements `operators.Operators`; `operators` documents the functions.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from neo_desktop import native
@@ -17,34 +20,17 @@ choose_experts = native.choose_experts
 choose_tokens = native.choose_tokens
 
 
-def scan_state(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    spans: Spans,
-    out: Tensor,
-    *,
-    is_delta: bool,
-) -> None:
-    """Pass tokens through states, see `recurrent.scan_state`."""
-    native.scan_state(q, k, v, decay, beta, state, spans.table, out, is_delta=is_delta)
+def _with_spans(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a kernel that takes `Spans` in place of their table."""
+
+    def run(*arguments: Any, **named: Any) -> None:
+        kernel(*(each.table if isinstance(each, Spans) else each for each in arguments), **named)
+
+    return run
 
 
-def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    spans: Spans,
-    out: Tensor,
-    *,
-    has_silu: bool,
-) -> None:
-    """Convolve each channel with its last inputs, see `recurrent.short_convolution`."""
-    native.short_convolution(x, weight, bias, state, spans.table, out, has_silu=has_silu)
+scan_state = _with_spans(native.scan_state)
+short_convolution = _with_spans(native.short_convolution)
 
 
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:

@@ -35,51 +35,32 @@ class Store(NamedTuple):
 
 
 class Operators(Protocol):
-    """Operators between the matmuls: this module, or the engine's kernels."""
+    """Operators between the matmuls: this module, whose functions describe them, or the engine's kernels."""
 
     @property
-    def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]:
-        """Residual addition and RMSNorm."""
-
+    def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]: ...
     @property
-    def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]:
-        """RoPE without a cache."""
-
+    def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]: ...
     @property
     def rope_append(
         self,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]:
-        """RoPE; keys and values go to the cache."""
-
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]: ...
     @property
-    def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:
-        """Copy of rotated keys and values to the cache."""
-
+    def write_rows(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]: ...
     @property
-    def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
-        """SwiGLU's activation."""
-
+    def silu_mul(self) -> Callable[[Tensor, Tensor], None]: ...
     @property
-    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]:
-        """The most probable tokens."""
-
+    def choose_tokens(self) -> Callable[[Tensor, Tensor], None]: ...
     @property
-    def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
-        """Routing, see `expert_operators.choose_experts`."""
-
+    def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]: ...
     @property
     def multiply_experts(
         self,
-    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]:
-        """Routed experts, see `expert_operators.multiply_experts`."""
-
+    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]: ...
     @property
-    def scan_state(self) -> Callable[..., None]:
-        """Linear attention and state-space models, see `recurrent.scan_state`."""
-
+    def scan_state(self) -> Callable[..., None]: ...
     @property
-    def short_convolution(self) -> Callable[..., None]:
-        """Short convolutions, see `recurrent.short_convolution`."""
+    def short_convolution(self) -> Callable[..., None]: ...
 
 
 def rotation(
@@ -110,7 +91,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     Args:
         x: [tokens, hidden], contiguous, as are residual and out. out may be x.
         weight: [hidden]
-        eps: of the RMSNorm.
     """
     residual.add_(x)
     torch.mul(torch.rms_norm(residual, residual.shape[-1:], eps=eps), weight, out=out)
@@ -149,7 +129,6 @@ def rope_append(
         k_cache: [num_blocks, block_size, kv_heads, head_dim], in qkv's dtype; v_cache has the same shape and
             strides. Only the dimensions of a head must be contiguous.
         qk_norm: [heads + kv_heads, head_dim], contiguous: weights of an RMSNorm per head before the rotation.
-        eps: of the RMSNorm.
     """
     rope(qkv, cos, sin, k_cache.shape[2], qk_norm, eps)
     append(qkv, slots, k_cache, v_cache)
@@ -163,11 +142,7 @@ def append(qkv: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None
 
 
 def choose_tokens(logits: Tensor, out: Tensor) -> None:
-    """Write each row's most probable token to `out` [rows] int64, or `NO_TOKEN`.
-
-    Args:
-        logits: [rows, vocab]
-    """
+    """Write the most probable tokens of logits [rows, vocab] to `out` [rows] int64, or `NO_TOKEN`."""
     largest, tokens = logits.max(dim=-1)
     out.copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
 

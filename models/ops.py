@@ -2,7 +2,7 @@
 
 A stage is the work between the attention of two layers, as a list of operations on the buffers of a `State`.
 The list has three readers: `Stages.advance` runs it, `Stages.steps` cuts it at the operations that the engine
-carries out itself, and `row_parts` compiles it for a CPU to native calls.
+carries out itself, and `row_stage` compiles it for a CPU to native calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators, Store
+from neo_desktop.models.row_stages import Call, RowStage
 from neo_desktop.models.state import (
     ATTENTION,
     COS,
@@ -34,7 +35,7 @@ from neo_desktop.models.state import (
     X,
     given_buffers,
 )
-from neo_desktop.native import Columns, RowProgram
+from neo_desktop.native import Columns
 
 EXPERTS = "experts"  # name of a layer's experts in a turn
 MAX_ROWS = 32  # of a row program: their quantised form fits a core's caches; more rows gain nothing
@@ -88,7 +89,8 @@ class Op:
         step: the same in a row program; None: there is none.
         cut: returns what the engine carries out instead of `run`; None: nothing.
         offloaded: name in `TURN` and matrix of an offloaded matmul.
-        splits: row programs may end before it and begin after it, because the state has its buffers.
+        splits: row programs may end before it and begin after it, because the state has its buffers. It
+            stores no keys and values.
     """
 
     run: Callable[[State, Store | None], object]
@@ -99,13 +101,7 @@ class Op:
 
 
 def matmul(name: str, linear: Linear, x: str, out: str) -> Op:
-    """Return `out = x @ weight.T + bias`.
-
-    Args:
-        name: one of `TURN`.
-        x: name of the input in a state.
-        out: name of the output.
-    """
+    """Return `out = x @ weight.T + bias`; x and out are names in a state, and `name` is one of `TURN`."""
     input_of, output_of = attrgetter(x), attrgetter(out)
 
     def run(state: State, _: Store | None) -> None:
@@ -143,11 +139,7 @@ def gate(operators: Operators, width: int) -> Op:
 
 
 def rotate(operators: Operators, config: ModelConfig, norm: Tensor | None) -> Op:
-    """Return RoPE of queries and keys, which stores keys and values in a cache if there is one.
-
-    Args:
-        norm: of queries and keys, see `operators.rope_append`.
-    """
+    """Return RoPE of queries and keys, which stores keys and values in a cache if there is one."""
     eps, width = config.rms_norm_eps, config.head_dim
 
     def run(state: State, store: Store | None) -> None:
@@ -184,14 +176,16 @@ def _room(state: State) -> ExpertScratch:
     return state.scratch.experts
 
 
-def row_parts(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> Sequence[RowProgram | Op]:
-    """Compile the operations between experts to one native call each, which wakes the threads once."""
+def row_stage(ops: Sequence[Op], config: ModelConfig, dtype: torch.dtype) -> RowStage | None:
+    """Compile the operations between experts to one native call each, which wakes the threads once.
+
+    None: an operation has no step.
+    """
     if any(op.step is None and not op.splits for op in ops):
-        return ops
+        return None
     own = (native.Buffer(width * config.intermediate_size, dtype) for width in (2, 1))
-    buffers = [*given_buffers(config, dtype), *own]
-    parts: list[RowProgram | Op] = []
+    parts: list[list[native.Step] | Call] = []
     for splits, some in groupby(ops, lambda op: op.splits):
         run = list(some)
-        parts += run if splits else [RowProgram(buffers, [op.step for op in run if op.step is not None])]
-    return parts
+        parts += [Call(op.run) for op in run] if splits else [[op.step for op in run if op.step is not None]]
+    return RowStage([*given_buffers(config, dtype), *own], parts)

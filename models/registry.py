@@ -1,6 +1,4 @@
-"""Decoders that are ready to run: loaded from a checkpoint, or with random weights for measurements and
-tests.
-"""
+"""Decoders that are ready to run: loaded from a checkpoint, or with random weights for measurements."""
 
 import logging
 from collections.abc import Mapping
@@ -22,12 +20,11 @@ from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.ties import ties_of
 from neo_desktop.models.traced.assistant import Pairing, pairing
 from neo_desktop.models.traced.config import TracedConfig, is_assistant, of_assistant
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.sizes import Source
-from neo_desktop.models.weights import BytesRead, Weights, named_weights
+from neo_desktop.models.weights import BytesRead, Weights, named_weights, ties_of
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +65,10 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
 
     Raises ModelError for weights that are missing, superfluous, damaged or misshapen.
     """
-    weights = checkpoint.weights()
+    return _checked(config, checkpoint.weights())
+
+
+def _checked(config: ModelConfig, weights: Weights) -> Weights:
     spec = _decoder(config, config.dtype, torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(spec)}
     weights.rename(config, {*expected, *ties_of(config)})
@@ -82,7 +82,6 @@ def open_prediction(
     """Return the configuration and weights of a model's layer of multi-token prediction.
 
     Args:
-        config: of the model.
         tensors: `Weights.predicting` of the checked model.
 
     Raises ModelError if the layer cannot be used.
@@ -90,16 +89,7 @@ def open_prediction(
     own, weights = checkpoint.prediction(config, tensors)
     if own.state_shapes:
         raise ModelError(f"{checkpoint.name} predicts more tokens with recurrent layers, which cannot draft.")
-    return _checked(own, weights), weights
-
-
-def _checked(own: TracedConfig, weights: Weights) -> TracedConfig:
-    """Return the configuration of a part that drafts, once its weights are renamed and checked."""
-    spec = TracedDecoder(own, dtype=own.dtype, device=torch.device("meta"))
-    expected = {weight.name: weight for weight in named_weights(spec)}
-    weights.rename(own, expected)
-    weights.check(own, expected)
-    return own
+    return own, _checked(own, weights)
 
 
 def assistant_folder(path: Path) -> SafetensorsFolder | None:
@@ -110,10 +100,7 @@ def assistant_folder(path: Path) -> SafetensorsFolder | None:
 def open_assistant(
     checkpoint: SafetensorsFolder, config: ModelConfig
 ) -> tuple[TracedConfig, Weights, Pairing]:
-    """Return the configuration and weights of an assistant, and its place beside a model.
-
-    Args:
-        config: of the model.
+    """Return the configuration and weights of an assistant, and its place beside the model of `config`.
 
     Raises ModelError if it cannot be used, or was made for another model.
     """
@@ -128,7 +115,7 @@ def open_assistant(
         config.attention_scale,
     ):
         raise ModelError(f"{checkpoint.name} has other layers than this model: choose the model's assistant.")
-    return _checked(own, weights), weights, pair
+    return own, _checked(own, weights), pair
 
 
 def load_prediction(
@@ -174,18 +161,9 @@ def stages_of(
     return Stages(decoder, operators, reduce, has_head=has_head)
 
 
-def random_model(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    form: WeightFormat = DENSE,
-) -> Decoder:
-    """Return a decoder with norms of one, other weights from normal(0, 0.02); deterministic per seed and
-    device.
-    """
-    decoder = Decoder(config, dtype=dtype, device=device, form=form)
+def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
+    """Return a decoder with norms of 1, other weights from normal(0, 0.02); the same per seed and device."""
+    decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):
         values = torch.ones(weight.shape, dtype=dtype, device=device)

@@ -121,7 +121,6 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
 
 def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
     """Return the temperature of section 3.4, or the ratio of two if both `mscale`s are given."""
-
     mscale, mscale_all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
     if mscale and mscale_all_dim:
         return yarn_temperature(factor, rope.number("mscale")) / yarn_temperature(

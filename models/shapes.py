@@ -8,6 +8,10 @@ from neo_desktop.models.json_file import JsonFile
 
 _Values = dict[str, Any]
 """Of a config.json."""
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
 # No end-of-sequence tokens: random weights would stop by chance.
 _COMMON: _Values = {"dtype": "bfloat16", "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": None}
 _LLAMA_2 = _COMMON | {"model_type": "llama", "max_position_embeddings": 4096, "dtype": "float16"}
@@ -61,25 +65,9 @@ def shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def _shape(
-    values: _Values,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    **others: object,
-) -> ModelConfig:
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
-    return ModelConfig.from_json(JsonFile(Path("shape"), values | sizes | others))
+def _shape(values: _Values, *sizes: int, **others: object) -> ModelConfig:
+    named = dict(zip(_SIZES, sizes, strict=True))
+    return ModelConfig.from_json(JsonFile(Path("shape"), values | named | others))
 
 
 # From the config.json of the releases.

@@ -38,10 +38,9 @@ from neo_desktop.models.ops import (
     gate,
     matmul,
     rotate,
-    row_parts,
+    row_stage,
 )
 from neo_desktop.models.state import State
-from neo_desktop.native import RowProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class Stages:
     """The stages of a decoder.
 
     Args:
-        decoder: has the weights.
         operators: between matmuls; None: native kernels on a CPU, torch's operators elsewhere.
         reduce: all-reduce for a decoder that is one rank's part; None: the decoder is whole.
         has_head: this part has the head.
@@ -85,7 +83,9 @@ class Stages:
         self._moe_layers = moe_layers(decoder, self._operators)  # by layer
         self._ops = [self._stage(index) for index in range(self.config.num_layers + 1)]
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
-        self._parts = [row_parts(ops, self.config, decoder.dtype) for ops in self._ops] if is_native else []
+        rows = [row_stage(ops, self.config, decoder.dtype) for ops in self._ops] if is_native else []
+        self._rows = {index: stage for index, stage in enumerate(rows) if stage is not None}
+        """Stage index -> its row programs."""
 
     @property
     def is_part(self) -> bool:
@@ -122,15 +122,13 @@ class Stages:
     def advance(self, index: int, state: State, store: Store | None = None) -> None:
         """Compute a stage, whose input is the attention's output in `state.attention`.
 
-        Args:
-            store: destination of the layer's keys and values; None: they stay in the state.
+        Without a store, the layer's keys and values stay in the state.
         """
-        is_native = self._parts and store is None and state.rows <= MAX_ROWS
-        for part in self._parts[index] if is_native else self._ops[index]:
-            if isinstance(part, RowProgram):
-                part.run(state.seen_by_native())
-            else:
-                part.run(state, store)
+        if index in self._rows and store is None and state.rows <= MAX_ROWS:
+            self._rows[index].run(state, None)
+            return
+        for op in self._ops[index]:
+            op.run(state, store)
 
     def steps(self, index: int, state: State, store: Store | None = None) -> Iterator[Step]:
         """Yield the operations of `advance`, cut at those that the engine carries out itself.
@@ -148,7 +146,6 @@ class Stages:
             yield Step(partial(_run, tuple(work)), None)
 
     def _stage(self, index: int) -> list[Op]:
-        """Return the operations of a stage."""
         ops: list[Op] = []
         operators, config, layers = self._operators, self.config, self.decoder.layers
         norm = partial(add_norm, operators, eps=config.rms_norm_eps)
@@ -201,15 +198,10 @@ class Stages:
         self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, eps, out)
 
     def choose(self, logits: Tensor, out: Tensor) -> None:
-        """Choose the most probable tokens, see `operators.choose_tokens`."""
         self._operators.choose_tokens(logits, out)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:
-        """Write scores [m, vocab] of the next token to `out`, and return them.
-
-        Args:
-            normed: [m, hidden], from `final_norm`.
-        """
+        """Write scores [m, vocab] of the next token to `out`, and return them; normed: from `final_norm`."""
         return self.decoder.lm_head.multiply(normed, out)
 
 

@@ -1,6 +1,6 @@
 """The buffers of a sub-batch that stages read and write, allocated once."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,22 +34,18 @@ class Scratch:
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Allocate uninitialised memory for `rows` tokens."""
         is_dense = any(name.endswith(".gate_up") for name, _ in config.each_matrix())
         intermediate = config.intermediate_size if is_dense else 0
 
         def room(width: int) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)
 
-        scratch = cls(room(config.hidden_size), room(2 * intermediate), room(intermediate))
-        experts = config.experts
-        if experts is None:
-            return scratch
-        sizes = experts.count, experts.per_token, experts.intermediate_size, config.hidden_size
-        return replace(scratch, experts=ExpertScratch.empty(rows, *sizes, dtype, device))
+        hidden, experts = config.hidden_size, None
+        if config.experts is not None:
+            experts = ExpertScratch.empty(rows, config.experts, hidden, dtype, device)
+        return cls(room(hidden), room(2 * intermediate), room(intermediate), experts)
 
     def first(self, rows: int) -> "Scratch":
-        """Return views of the first rows."""
         experts = None if self.experts is None else self.experts.first(rows)
         return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows], experts)
 
@@ -75,11 +71,7 @@ class State:
     def empty(
         cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
     ) -> "State":
-        """Allocate uninitialised memory for `rows` tokens.
-
-        Args:
-            scratch: of at least as many rows.
-        """
+        """Allocate uninitialised memory for `rows` tokens; `scratch`: of at least as many."""
 
         def room(*shape: int, of: torch.dtype = dtype) -> Tensor:
             return torch.empty(rows, *shape, dtype=of, device=device)
@@ -96,7 +88,6 @@ class State:
 
     @property
     def rows(self) -> int:
-        """Number of tokens."""
         return len(self.residual)
 
     def seen_by_native(self) -> list[native.View]:
@@ -108,7 +99,6 @@ class State:
         return self._seen
 
     def first(self, rows: int) -> "State":
-        """Return views of the first rows."""
         x, qkv, attention, scratch = self.x[:rows], self.qkv[:rows], self.attention[:rows], self.scratch
         angles = self.cos[:rows], self.sin[:rows]
         return State(self.residual[:rows], x, qkv, attention, *angles, scratch.first(rows))

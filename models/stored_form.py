@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from neo_desktop import native
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear import grouped, quantised
@@ -94,7 +95,7 @@ class StoredForm(Dense):
         if not self.parts:
             return Dense.nbytes(self, rows, columns, dtype)
         if self.kernels is None:
-            return sum(quantised.packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
+            return sum(native.packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
         return sum(grouped.packed_bytes(part.type_name, part.rows, columns) for part in merged(self.parts))
 
     def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:

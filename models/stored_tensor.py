@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -56,8 +55,14 @@ class StoredTensor:
     def part(self, name: str, shape: tuple[int, ...], take: Callable[[Tensor], Tensor]) -> "StoredTensor":
         """Return a part of the numbers as floats; `take`: of the whole tensor, in the part's shape."""
         nbytes = self.nbytes * prod(shape) // max(prod(self.shape), 1)
-        pieces = partial(_taken, self, take)
-        return replace(self, name=name, shape=shape, nbytes=nbytes, pieces=pieces, blocks=None)
+        return replace(
+            self,
+            name=name,
+            shape=shape,
+            nbytes=nbytes,
+            pieces=lambda: iter([(0, take(self.read()))]),
+            blocks=None,
+        )
 
     def sides(self) -> tuple[int, int]:
         """Return rows and columns. Raise ModelError if it is not a matrix, or empty."""
@@ -76,7 +81,3 @@ class StoredTensor:
                 f"{self.name} in {self.file} has the shape {list(self.shape)} in {self.type_name}, but its "
                 f"matrix needs {wanted} in {' or '.join(types)}: download the model again."
             )
-
-
-def _taken(whole: StoredTensor, take: Callable[[Tensor], Tensor]) -> Rows:
-    yield 0, take(whole.read())

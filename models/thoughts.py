@@ -95,11 +95,7 @@ class ThoughtSplitter:
 
 
 def is_open(prompt: str, begun: str = "") -> bool:
-    """Return True if the next token belongs to a thought.
-
-    Args:
-        begun: the start of the answer that the prompt ends with.
-    """
+    """Return True if the next token belongs to a thought; `begun`: start of the answer in the prompt."""
     return ends_thinking(begun) or prompt.rstrip().endswith(OPENING)
 
 

@@ -16,6 +16,7 @@ from neo_desktop.models.marks import ChatText, Marks
 
 MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; the largest vocabularies need 35 MB
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+_HALF = "The text holds half of a surrogate pair, which is not a character: remove it."
 _MAX_HELD_TOKENS = 64  # a longer run of broken bytes is passed on, not held forever
 _THOUGHTS = frozenset((OPENING, CLOSING))
 _SPOKEN = _THOUGHTS | {
@@ -102,9 +103,7 @@ class Tokenizer:
             # encode() holds the GIL, for a book for seconds; encode_batch() releases it.
             return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         except TypeError:
-            raise ValueError(
-                "The text holds half of a surrogate pair, which is not a character: remove it."
-            ) from None
+            raise ValueError(_HALF) from None
 
     @cached_property
     def marks(self) -> Marks:
@@ -125,10 +124,7 @@ class Tokenizer:
         """Return the token ids of a chat: its marks become control tokens, text that looks like a mark stays
         text.
 
-        BOS comes first if the tokenizer puts it before texts.
-
-        Raises:
-            ValueError: see `encode`.
+        BOS comes first if the tokenizer puts it before texts. Raises ValueError as `encode` does.
         """
         token_ids = self._encode_chat(chat)
         start = self.encode("")[:1]
@@ -139,9 +135,7 @@ class Tokenizer:
         try:
             return self._chat_backends.encode(chat)
         except TypeError:
-            raise ValueError(
-                "The text holds half of a surrogate pair, which is not a character: remove it."
-            ) from None
+            raise ValueError(_HALF) from None
 
     @cached_property
     def _chat_backends(self) -> ChatBackends:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -13,16 +13,14 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.leftovers import is_buffer, predicting_layers
 from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
-from neo_desktop.models.matrices import HEAD, Matrix
+from neo_desktop.models.matrices import EMBEDDING, HEAD, Matrix
 from neo_desktop.models.stored_tensor import FLOATS, Blocks, StoredTensor
-from neo_desktop.models.ties import are_equal, ties_of, without_ties
-from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.config import TracedConfig, with_source
 from neo_desktop.models.traced.experts import parts_of_stacks
 from neo_desktop.models.traced.latent import parts_of_heads
 
@@ -31,6 +29,18 @@ BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 Packed = Quantised | QuantisedOnGPU | OffloadedLinear
 SMALL_SHARE = 0.02  # of the bytes; norms are below it
 PREFIX = "model."  # prefix of names that checkpoints of a base model lack
+_ROWS = 4096  # compared at once
+_EQUAL: dict[tuple[object, ...], bool] = {}  # results of comparisons
+# RoPE frequencies, cos, sin and position ids: current code computes them.
+_BUFFERS = re.compile(
+    r"(^|\.)(rotary_(pos_)?emb|rope)\.((original_)?inv_freq|(cos|sin)_cached)$|(^|\.)position_ids$"
+)
+# Causal masks of GPT-2 and related models, and their fill value.
+_MASKS = re.compile(r"(^|\.)(self_)?(attn|attention)\.(bias|masked_bias|causal_mask)$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+# Name components that only layers of multi-token prediction have.
+_PREDICTS_MORE = re.compile(r"(^|\.)(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
+_MTP_MODULE = re.compile(r"(?:^|\.)(mtp\w*)(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +146,7 @@ class Weights:
             self.tensors = conversions.apply(self.tensors, config.of_model.moe_layers)
             return
         for name in list(self.tensors):
-            other = _other_prefix(name)
+            other = name.removeprefix(PREFIX) if name.startswith(PREFIX) else PREFIX + name
             if name in expected or other not in expected:
                 continue
             if other in self.tensors:
@@ -147,13 +157,17 @@ class Weights:
         """Return the configuration without ties between weights that differ in the files."""
         ties = ties_of(config)
         self.rename(config, {*ties, *ties.values()})
-        apart = {alias: name for alias, name in ties.items() if self._differ(alias, name)}
-        return without_ties(config, apart) if apart else config
+        apart = tuple(sorted(alias for alias, name in ties.items() if self._differ(alias, name)))
+        if not apart:
+            return config
+        if isinstance(config, TracedConfig):
+            return with_source(config, untied=apart)
+        return replace(config, tie_word_embeddings=False)
 
     def _differ(self, alias: str, name: str) -> bool:
         """Return True if the files hold both of a tied pair, with different numbers."""
         has_both = {alias, name} <= self.tensors.keys()
-        return has_both and not are_equal(self.tensors[alias], self.tensors[name])
+        return has_both and not _are_equal(self.tensors[alias], self.tensors[name])
 
     def check(self, config: ModelConfig, expected: dict[str, NamedWeight]) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
@@ -205,14 +219,21 @@ class Weights:
         if skipped := unread & self.tensors.keys():
             self.notes.append(f"skips {len(skipped)} weights that text does not need")
         unknown = [name for name in self.tensors if name not in expected and name not in unread]
-        predicting = predicting_layers(unknown, config.num_layers)
+        predicting = _predicting_layers(unknown, config.num_layers)
         self.predicting = {name: self.tensors.pop(name) for name in predicting}
         for name, stored in list(self.tensors.items()):
             is_spare = name.endswith(".bias") and stored.type_name in FLOATS
             if name not in expected and (
-                name in unread or is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
+                name in unread or self._is_buffer(name, stored) or (is_spare and _is_zero(stored))
             ):
                 del self.tensors[name]
+
+    def _is_buffer(self, name: str, stored: StoredTensor) -> bool:
+        """Return True if a tensor without a parameter is a buffer that its model recomputes or skips."""
+        is_mask = _MASKS.search(name) is not None and (
+            len(stored.shape) in (0, 4) or name.endswith(".masked_bias")
+        )
+        return is_mask or any(pattern.search(name) for pattern in (_BUFFERS, *self._ignored))
 
     def load_into(
         self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: BytesRead | None
@@ -257,11 +278,6 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredT
         )
 
 
-def _other_prefix(name: str) -> str:
-    """Return the weight's other name, with or without the base model's prefix."""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else PREFIX + name
-
-
 def _is_zero(stored: StoredTensor) -> bool:
     return not any(piece.any() for _, piece in stored.pieces())
 
@@ -269,3 +285,54 @@ def _is_zero(stored: StoredTensor) -> bool:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def ties_of(config: ModelConfig) -> dict[str, str]:
+    """Return the weights that a configuration ties: another name of a weight → its name."""
+    if isinstance(config, TracedConfig):
+        return dict(config.of_model.aliases)
+    return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same numbers; the result is cached until the files change."""
+    tensors = (one, other)
+    key = tuple((each.file, each.file.stat().st_mtime_ns, each.nbytes, each.name) for each in tensors)
+    if key not in _EQUAL:
+        _EQUAL[key] = _have_equal_numbers(one, other)
+    return _EQUAL[key]
+
+
+def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    for (first, a), (first_of_other, b) in zip(one.pieces(), other.pieces(), strict=False):
+        if first != first_of_other or a.shape != b.shape:
+            return False  # stored in different ways
+        parts = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True) if a.dim() else [(a, b)]
+        if not all(torch.equal(x.float(), y.float()) for x, y in parts):
+            return False
+    return True
+
+
+def may_predict(names: Iterable[str]) -> bool:
+    """Return False if no tensor of a checkpoint can belong to a layer of multi-token prediction."""
+    return any(map(_PREDICTS_MORE.search, names))
+
+
+def _predicting_layers(names: Iterable[str], num_layers: int) -> list[str]:
+    """Return the names of tensors of multi-token prediction among those without a parameter.
+
+    DeepSeek-V3, GLM-4.5 and others number these layers after the model's; other models have a separate
+    module.
+    """
+    names_by_layer: dict[str, list[str]] = {}
+    for name in names:
+        module, layer = _MTP_MODULE.search(name), _LAYER.search(name)
+        if module is not None and (layer is None or layer.start() >= module.start()):
+            names_by_layer.setdefault(module[1], []).append(name)
+        elif layer is not None and int(layer[1]) >= num_layers:
+            names_by_layer.setdefault(layer[1], []).append(name)
+    return [
+        name for layer_names in names_by_layer.values() if may_predict(layer_names) for name in layer_names
+    ]

@@ -40,17 +40,17 @@ class ExpertRoom:
     def __init__(self, rows: int, decoder: Decoder, flags: Mapping[str, Tensor]) -> None:
         config, device = decoder.config, decoder.device
         assert config.experts is not None
-        hidden, per_token, count = config.hidden_size, config.experts.per_token, config.experts.count
+        hidden, per_token = config.hidden_size, config.experts.per_token
 
         def room(columns: int, dtype: torch.dtype) -> Tensor:
             return host_empty((rows, columns), dtype, device).zero_()
 
-        sizes = count, per_token, config.experts.intermediate_size, hidden
         self.rows = rows
         self.flags = flags
         self.x, self.out = room(hidden, decoder.dtype), room(hidden, decoder.dtype)
         self.ids, self.weights = room(per_token, torch.int32), room(per_token, torch.float32)
-        self.scratch = ExpertScratch.empty(rows, *sizes, decoder.dtype, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self.scratch = ExpertScratch.empty(rows, config.experts, hidden, decoder.dtype, cpu)
 
     @property
     def on_host(self) -> Iterator[Tensor]:

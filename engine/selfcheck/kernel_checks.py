@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from neo_desktop import native
 from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.fallbacks import MECHANISMS, fallbacks
@@ -36,7 +37,6 @@ from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.grouped import MOST_ROWS, UNIT, Grouped
-from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 from neo_desktop.models.recurrent import Spans
 
@@ -153,7 +153,7 @@ def _quantised(rig: Rig, name: str, rows: int, columns: int) -> Grouped:
 def _host_tiles(type_name: str, rows: int, columns: int) -> Tensor:
     """Return tiles with random codes and small scales."""
     layout = unpack.LAYOUTS[type_name]
-    packed = torch.empty(packed_bytes(type_name, rows, columns), dtype=torch.uint8)
+    packed = torch.empty(native.packed_bytes(type_name, rows, columns), dtype=torch.uint8)
     packed.random_(generator=torch.Generator().manual_seed(0))
     header = packed.view(-1, layout.unit_bytes)[:, : layout.header_bytes]
     scales = torch.linspace(0.001, 0.002, header.shape[1] // 2, dtype=layout.scale_dtype)

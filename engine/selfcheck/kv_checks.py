@@ -82,7 +82,7 @@ class LayerCase:
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:
         """Return the attention in float64, from rows as read by `stored`."""
-        parts = (torch.split(part, self.lengths) for part in rows)
+        parts = (torch.split(part, list(self.lengths)) for part in rows)
         by_request = zip(torch.split(self.q, 1), *parts, strict=True)
         return torch.cat([dense(self._rig, q, keys, values, window) for q, keys, values in by_request])
 

@@ -21,7 +21,7 @@ from neo_desktop.models.gguf.towers import Tower
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.matrices import Matrix
-from neo_desktop.models.traced.config import TracedConfig, of_prediction, traced_config
+from neo_desktop.models.traced.config import TracedConfig, traced_config, with_source
 from neo_desktop.models.traced.sizes import Source
 
 FAMILIES = families.FAMILIES | hybrids.HYBRIDS
@@ -44,9 +44,6 @@ _SAMPLING = {
 
 def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower | None = None) -> ModelConfig:
     """Read the configuration from the first part's metadata and the tensors' types and names.
-
-    Args:
-        tower: the model reads images with it, by the code of transformers.
 
     Raise ModelError if an entry is missing or out of range. Raise UnsupportedModelError if an architecture,
     entry or tensor is unknown, or transformers is missing or cannot cut the model into stages.
@@ -96,7 +93,7 @@ def read_config(files: Sequence[GGUFFile], vocabulary: Vocabulary, tower: Tower 
 
 def read_prediction(files: Sequence[GGUFFile], config: TracedConfig) -> TracedConfig:
     """Return the configuration of the layer of multi-token prediction; `config`: of the model."""
-    own = of_prediction(config)
+    own = with_source(config, predicts="layer")
     return _without_mixed_types(own, tensor_names(files, own).quantised(files))
 
 
@@ -164,7 +161,7 @@ def _heads(own: Entries, family: Family) -> Values:
         raise own.unsupported("heads whose sizes do not add up to embedding_length")
     if own.integer("attention.value_length", head_dim) != head_dim:
         raise own.unsupported("values of another size than keys")
-    rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
+    rope = own.default_rope()
     rotated = own.integer("rope.dimension_count", head_dim)
     if family.is_partly_rotated:
         rope["partial_rotary_factor"] = rotated / head_dim

@@ -12,6 +12,7 @@ requested.
 import mmap
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -113,8 +114,7 @@ class GGUFFile:
             self.metadata[key] = reader.value(key)
         reader.expect_items(num_tensors, MAX_ENTRIES, 25, "tensors")
         places = [reader.tensor() for _ in range(num_tensors)]
-        start = _aligned(reader.position, self._alignment(reader))
-        self.tensors = self._placed(reader, places, start)
+        self.tensors = self._placed(reader, places)
         self.read_ahead = ReadAhead(path)
 
     def raw(self, place: TensorPlace) -> NDArray[np.uint8]:
@@ -126,11 +126,11 @@ class GGUFFile:
             raise reader.damaged(f"an alignment of {str(alignment)[:40]}")
         return alignment
 
-    def _placed(self, reader: "_Reader", places: list[TensorPlace], start: int) -> dict[str, TensorPlace]:
+    def _placed(self, reader: "_Reader", places: list[TensorPlace]) -> dict[str, TensorPlace]:
         """Check that tensors are aligned, disjoint and within the file; return them by name."""
         alignment = self._alignment(reader)
         tensors: dict[str, TensorPlace] = {}
-        end = start
+        start = end = -(-reader.position // alignment) * alignment
         for place in sorted(places, key=lambda place: place.offset):
             offset = start + place.offset
             if place.name in tensors:
@@ -213,9 +213,7 @@ class _Reader:
                 f"file with {', '.join(stored.name for stored in TYPES.values())}."
             )
         stored = TYPES[kind]
-        elements = 1
-        for size in shape:
-            elements *= size
+        elements = prod(shape)
         if min(shape) == 0 or elements >= 2**48:
             raise self.damaged(f"{name!r} with the shape {list(shape)}")
         if shape[-1] % stored.elements:
@@ -272,7 +270,3 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ModelError(f"{path} is empty: download it again.") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}): check the file.") from None
-
-
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment

@@ -124,9 +124,7 @@ class Entries(JsonFile):
         return super()._present(key, default)
 
     def refuse_unread(self, idle: Set[str]) -> None:
-        """Raise UnsupportedModelError for an entry that nothing has read, unless it has no effect or is
-        `idle`.
-        """
+        """Raise UnsupportedModelError for an unread entry, unless it has no effect or is `idle`."""
         for key, value in self.values.items():
             if key not in self._read | _IDLE | idle and value not in _NEUTRAL.get(key, ()):
                 raise UnsupportedModelError(
@@ -164,9 +162,7 @@ class Entries(JsonFile):
         return numbers[: self.num_layers]
 
     def layer_types(self, period: int) -> list[str]:
-        """Return each layer's type: the last one in a period has full attention, unless the file says
-        otherwise.
-        """
+        """Return layers' types: the last in a period has full attention, unless the file says otherwise."""
         if _PATTERN in self.arrays:
             has_window = [bool(flag) for flag in self.per_layer(_PATTERN)]
         else:
@@ -174,9 +170,12 @@ class Entries(JsonFile):
             has_window = [(layer + 1) % period != 0 for layer in range(self.num_layers)]
         return ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
 
+    def default_rope(self, base: str = "rope.freq_base") -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.number(base, 10_000.0)}
+
     def rope(self, *scalings: str) -> dict[str, Any]:
         """Return RoPE's parameters as config.json has them; `scalings`: the supported ones."""
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10_000.0)}
+        rope = self.default_rope()
         key = "rope.scaling.factor" if "rope.scaling.factor" in self else "rope.scale_linear"
         scaling = self.text("rope.scaling.type", "linear")  # as in llama.cpp
         if scaling == "none" or (scaling == "linear" and self.raw(key) in (None, 0, 1)):

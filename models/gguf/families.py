@@ -108,12 +108,8 @@ def _gemma3(own: Entries) -> Values:
         "final_logit_softcapping": own.number("final_logit_softcapping", 0.0, allow_zero=True) or None,
         "sliding_window": window or None,
         "layer_types": own.layer_types(6) if window else [FULL] * own.num_layers,
-        "rope_parameters": {FULL: own.rope("linear"), SLIDING: _rope_of_windows(own)},
+        "rope_parameters": {FULL: own.rope("linear"), SLIDING: own.default_rope("rope.freq_base_swa")},
     }
-
-
-def _rope_of_windows(own: Entries) -> Values:
-    return {"rope_type": "default", "rope_theta": own.number("rope.freq_base_swa", 10_000.0)}
 
 
 def _gemma4(own: Entries) -> Values:
@@ -151,7 +147,7 @@ def _gemma4(own: Entries) -> Values:
                 "rope_theta": own.number("rope.freq_base", 1_000_000.0),
                 "partial_rotary_factor": _rotated_part(own),
             },
-            SLIDING: _rope_of_windows(own),
+            SLIDING: own.default_rope("rope.freq_base_swa"),
         },
     }
     if own.integer("expert_count", 0, minimum=0):
@@ -194,10 +190,7 @@ def _olmo(own: Entries) -> Values:
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": own.integer("attention.sliding_window"),
         "layer_types": own.layer_types(4),
-        "rope_parameters": {
-            FULL: yarn(own),
-            SLIDING: {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)},
-        },
+        "rope_parameters": {FULL: yarn(own), SLIDING: own.default_rope()},
     }
 
 

@@ -26,9 +26,7 @@ _SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 
 def _delta(own: Entries) -> Values:
-    """Return the values of Qwen3.5 and Qwen3-Next; layers are recurrent if the file says so, or all but the
-    last in a period.
-    """
+    """Layers of Qwen3.5 and Qwen3-Next are recurrent by the file, or else all but the last in a period."""
     if "attention.recurrent_layers" in own:
         is_recurrent = own.per_layer("attention.recurrent_layers")
     else:

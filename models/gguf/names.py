@@ -105,7 +105,6 @@ class TensorNames:
         return {name: joined(name, parts) for name, parts in in_order.items()}
 
     def quantised(self, files: Iterable[GGUFFile]) -> set[str]:
-        """Return the parameters that are quantised."""
         places = [place for file in files for place in self._places(file) if place.type.dtype is None]
         return {name for place in places for name, _, _ in self.of(place)}
 
@@ -227,14 +226,9 @@ def _of_experts(blocks: list[list[str]], place: TensorPlace) -> Iterator[Target]
     if count != len(blocks[0]) or not shape or shape[0] % len(blocks):
         yield blocks[0][0], place, None  # its shape is refused
         return
-    for index, own in enumerate(_divided(place, len(blocks))):
+    parts = count * len(blocks)
+    own_shape, nbytes = (shape[0] // len(blocks), *shape[1:]), place.nbytes // parts
+    for index in range(parts):
         expert, block = divmod(index, len(blocks))
+        own = replace(place, shape=own_shape, offset=place.offset + index * nbytes, nbytes=nbytes)
         yield blocks[block][expert], own, None
-
-
-def _divided(stack: TensorPlace, parts: int = 1) -> Iterator[TensorPlace]:
-    """Yield the matrices of a stack, cut into parts with equal numbers of rows."""
-    count, rows, *others = stack.shape
-    shape, nbytes = (rows // parts, *others), stack.nbytes // count // parts
-    for index in range(count * parts):
-        yield replace(stack, shape=shape, offset=stack.offset + index * nbytes, nbytes=nbytes)

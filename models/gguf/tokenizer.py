@@ -129,15 +129,13 @@ def _backend(
 def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     """Add control tokens and user-defined tokens, which match before the pre-tokenizer splits a text."""
     kinds = zip(vocabulary.tokens, vocabulary.types, strict=True)
-    special = {
-        token: kind != USER_DEFINED for token, kind in kinds if kind in (CONTROL, UNKNOWN, USER_DEFINED)
-    }
-    backend.add_special_tokens([_added(token, True) for token, is_special in special.items() if is_special])
-    backend.add_tokens([_added(token, False) for token, is_special in special.items() if not is_special])
-
-
-def _added(token: str, special: bool) -> AddedToken:
-    return AddedToken(token, special=special, normalized=False)
+    backend.add_tokens(
+        [
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
+            for token, kind in kinds
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        ]
+    )
 
 
 def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:

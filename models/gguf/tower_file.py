@@ -14,15 +14,6 @@ from neo_desktop.models.json_file import JsonFile, ModelError
 ARCHITECTURE = "clip"  # llama.cpp's name for all towers
 _PREFIX = "clip.vision."
 _KIND = "projector_type"
-# Entries without the prefix, which either are read or follow from tensors and from the kind of tower.
-_KNOWN = frozenset(
-    (
-        *(_KIND, "image_size", "patch_size", "embedding_length", "feed_forward_length", "projection_dim"),
-        *("block_count", "attention.head_count", "attention.layer_norm_epsilon", "image_mean", "image_std"),
-        *("image_min_pixels", "image_max_pixels", "spatial_merge_size", "projector.scale_factor"),
-        "is_deepstack_layers",
-    )
-)
 _MAXIMA = {
     "block_count": limits.MAX_LAYERS,
     "embedding_length": limits.MAX_HIDDEN_SIZE,
@@ -33,6 +24,11 @@ _MAXIMA = {
     "patch_size": 2**10,
     "spatial_merge_size": 2**6,
     "projector.scale_factor": 2**6,
+}
+# Entries without the prefix, which either are read or follow from tensors and from the kind of tower.
+_KNOWN = _MAXIMA.keys() | {
+    *(_KIND, "attention.layer_norm_epsilon", "image_mean", "image_std"),
+    *("image_min_pixels", "image_max_pixels", "is_deepstack_layers"),
 }
 
 
@@ -72,7 +68,6 @@ class TowerFile(JsonFile):
 
     @property
     def rope_theta(self) -> float:
-        """The base of RoPE's frequencies."""
         return self._top.number("clip.rope.freq_base", 10_000.0)
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -80,7 +75,6 @@ class TowerFile(JsonFile):
         return self.integer(key, default, maximum=_MAXIMA[key])
 
     def numbers(self, key: str, count: int) -> list[float]:
-        """Return an array of `count` numbers."""
         value = self.raw(key)
         if not isinstance(value, NumberArray) or len(value) != count:
             raise ModelError(f"{self.path} has no {count} numbers of {key}: download it again.")

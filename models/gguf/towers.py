@@ -1,6 +1,5 @@
 """Vision towers in GGUF files as `transformers` describes them: config.json, image processor, parameters."""
 
-from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,7 +69,6 @@ class Tower:
         }
 
     def processor(self) -> Any:
-        """Return the image processor of `transformers`."""
         import transformers  # noqa: PLC0415 - large, and rarely needed
 
         make: Any = getattr(transformers, f"{self._kind.processor}Pil")
@@ -87,7 +85,13 @@ class Tower:
             numbers = torch.stack((numbers, self._own.floats(f"{stored}.1")), dim=2)
         for end, undo in self._kind.undo.items():
             if stored.endswith(end):
-                numbers = self._undone(stored, numbers, undo)
+                try:
+                    numbers = undo(self._own, numbers)
+                except RuntimeError:  # its shape is another
+                    raise ModelError(
+                        f"{stored} in {self.path} has the shape {list(numbers.shape)}, which no tower of "
+                        "this kind has: download it again."
+                    ) from None
         numbers = numbers.reshape(shape) if numbers.numel() == 1 else numbers  # a scalar
         if numbers.shape != shape:
             raise ModelError(
@@ -95,15 +99,6 @@ class Tower:
                 "expected: download it again."
             )
         return numbers
-
-    def _undone(self, stored: str, numbers: Tensor, undo: Callable[[TowerFile, Tensor], Tensor]) -> Tensor:
-        try:
-            return undo(self._own, numbers)
-        except RuntimeError:  # its shape is another
-            raise ModelError(
-                f"{stored} in {self.path} has the shape {list(numbers.shape)}, which no tower of this kind "
-                "has: download it again."
-            ) from None
 
     def check_all_read(self) -> None:
         """Raise ModelError for a tensor that no parameter needed."""

@@ -13,11 +13,7 @@ from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
 class Plain:
-    """A `protocol.Embedding` with a dense weight.
-
-    Args:
-        device: has the memory; None: the weight's device.
-    """
+    """A `protocol.Embedding` with a dense weight; `device` has the memory, None: the weight's device."""
 
     form = "plain"
 

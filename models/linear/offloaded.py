@@ -191,11 +191,9 @@ class OffloadedLinear:
         return self.pieces_of(slice(0, streamed_rows), step)
 
     def pieces_of(self, rows: slice, step: int) -> list[Piece]:
-        """Divide some of the host's rows into pieces; a piece is within one part.
+        """Divide some of the host's rows, from a tile on, into pieces of at most `step` rows: whole tiles.
 
-        Args:
-            rows: start at a tile.
-            step: most rows of a piece: whole tiles.
+        A piece is within one part.
         """
         pieces, before = [], 0
         for index, part in enumerate(self.host.packed_parts):
@@ -220,11 +218,7 @@ class OffloadedLinear:
         return (parts, None if bias is None else bias[streamed_rows:]) if parts else None
 
     def multiply_resident(self, x: Tensor, out: Tensor) -> None:
-        """Compute the columns of the resident rows.
-
-        Args:
-            out: [n, rows] on the device; only these columns are written.
-        """
+        """Compute the columns of the resident rows in `out` [n, rows] on the device."""
         if self.resident is not None:
             self.resident.multiply(x, out[:, : self.resident_rows])
 
@@ -246,20 +240,9 @@ class OffloadedLinear:
     def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
-            self._kernels.unpack_quantised(packed.type.name, staged, weight)
+            self._kernels.unpack_quantised(packed.type_name, staged, weight)
         else:
             unpack_tiles(staged, weight)
-
-    def multiply_host(self, x: Tensor, out: Tensor, streamed_rows: int) -> None:
-        """Compute the CPU's columns.
-
-        Args:
-            out: [n, host_rows - streamed_rows] in host memory.
-            streamed_rows: see `streamed`.
-        """
-        matrix = self.host_matrix(streamed_rows)
-        if matrix is not None:
-            native.packed_linear(x, *matrix, out)
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         """Compute all columns sequentially; few rows use the CPU, more rows stream the weights."""
@@ -269,12 +252,13 @@ class OffloadedLinear:
         room = x.new_empty(max((piece.elements for piece in pieces), default=0))
         for piece in pieces:
             self.multiply_piece(piece, piece.packed.to(self._device), room, x, out)
-        if streamed_rows < self.host_rows:
+        matrix = self.host_matrix(streamed_rows)
+        if matrix is not None:
             host_columns = out[:, self.resident_rows + streamed_rows :]
             product = (
                 host_columns if self._device.type == "cpu" else torch.empty_like(host_columns, device=CPU)
             )
-            self.multiply_host(x.contiguous().cpu(), product, streamed_rows)
+            native.packed_linear(x.contiguous().cpu(), *matrix, product)
             if product is not host_columns:
                 host_columns.copy_(product)
         return out
@@ -317,9 +301,7 @@ class OffloadedFormat:
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """Return a layer to load. Raise ValueError for an invalid number of resident rows or an unsuitable
-        width.
-        """
+        """Return a layer to load. Raise ValueError for invalid resident rows or an unsuitable width."""
         resident, device_form, host_form = self._split(rows)
         if resident == rows:
             return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)

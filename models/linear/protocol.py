@@ -22,22 +22,16 @@ class Linear(Protocol):
         """Return the bytes of weight and bias per device."""
 
     def load(self, row: int, weight: Tensor) -> None:
-        """Load some rows from a checkpoint; all rows must be loaded before the first matmul.
+        """Load some rows [rows, in], of any floating-point dtype and on any device.
 
-        Args:
-            weight: [rows, in], of any floating-point dtype and on any device.
+        All rows must be loaded before the first matmul.
         """
 
     def dense(self) -> Tensor:
         """Return the weight in the model's dtype; a copy if it is stored differently."""
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write the product to `out`, and return it.
-
-        Args:
-            x: [n, in], in the model's dtype.
-            out: [n, out], must not alias x.
-        """
+        """Write the product of x [n, in] to `out` [n, out], which must not alias x; return it."""
 
 
 @runtime_checkable

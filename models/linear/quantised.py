@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.gguf.types import BY_NAME, StoredType
 from neo_desktop.models.linear.packed import PackedMatrix, PackedRows, Room, huge_pages
 
 KERNEL_TYPES = native.STORED_TYPES  # matrices that kernels multiply as they are, on a CPU and on a GPU
 WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # type -> bits in memory
-
-
-def packed_bytes(type_name: str, rows: int, columns: int) -> int:
-    """Return the bytes of a packed matrix: the file's size, unless the type takes more bits in memory."""
-    return native.packed_bytes(type_name, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +29,21 @@ class Part(PackedRows):
     """Packed rows; native/include/neo_desktop/quantised_kernels.h draws the layout."""
 
     def __init__(self, shape: PartShape, columns: int, room: Room = huge_pages) -> None:
-        packed = room(packed_bytes(shape.type_name, shape.rows, columns))
+        packed = room(native.packed_bytes(shape.type_name, shape.rows, columns))
         super().__init__(KERNEL_TYPES.index(shape.type_name), shape.rows, columns, packed)
-        self.type: StoredType = BY_NAME[shape.type_name]
+        self.type_name = shape.type_name
 
     def load(self, row: int, raw: Tensor) -> None:
         """Load rows in the file's format, `[rows, bytes of a row]`; each row once.
 
         Raises ValueError for scales that are not finite.
         """
-        if not native.pack_quantised(self.type.name, raw.contiguous(), row, self.packed):
+        if not native.pack_quantised(self.type_name, raw.contiguous(), row, self.packed):
             raise ValueError("scales that are not finite")
 
     def rows_of(self, rows: Tensor) -> Tensor:
         floats = torch.empty(len(rows), self.columns)
-        native.unpack_quantised(self.type.name, self.packed, rows.tolist(), floats)
+        native.unpack_quantised(self.type_name, self.packed, rows.tolist(), floats)
         return floats
 
 
@@ -70,7 +64,7 @@ class Quantised(PackedMatrix):
 
     @property
     def form(self) -> str:
-        return "+".join(sorted({part.type.name for part in self.parts}))
+        return "+".join(sorted({part.type_name for part in self.parts}))
 
     def load(self, row: int, weight: Tensor) -> None:
         raise TypeError("this matrix loads rows only in the file's format")

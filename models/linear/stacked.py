@@ -23,8 +23,7 @@ class Stacked:
     def of(self, expert: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return an expert's matrix, in `dtype` if it is quantised, and its bias.
 
-        Args:
-            expert: its number, or a tensor with the number on the device, [1].
+        `expert` is its number, or a tensor [1] with the number on the device.
         """
         if isinstance(expert, int):
             first = expert * self.rows

@@ -19,11 +19,10 @@ from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.traced.config import TracedConfig, of_prediction, read_config
+from neo_desktop.models.traced.config import TracedConfig, read_config, with_source
 from neo_desktop.models.traced.predicting import parameters_of_layer
-from neo_desktop.models.weights import Weights
+from neo_desktop.models.weights import Weights, ties_of
 
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}  # bytes of a number; others have one
 MAX_HEADER_BYTES = 8 << 20  # headers of 1,024 layers in one file have less than 2 MB
@@ -83,10 +82,10 @@ class SafetensorsFolder:
                 tensors[name] = _stored(file, name, opened)
         description = JsonFile.read(self.path / "config.json")
         family = written_family(description)
-        has_experts_in_one = family is not None and family.has_experts_in_one
-        scheme = read_scheme(description, has_experts_in_one=has_experts_in_one)
-        if family is not None and family.has_experts_in_one:
-            tensors |= take_experts(tensors, expert_names(family.architecture))
+        in_one = family.architecture if family is not None and family.has_experts_in_one else None
+        scheme = read_scheme(description, has_experts_in_one=in_one is not None)
+        if in_one is not None:
+            tensors |= take_experts(tensors, expert_names(in_one))
         if scheme is not None:
             tensors |= _take_matrices(tensors, scheme)
         is_tied = description.raw("tie_word_embeddings") is True
@@ -95,13 +94,8 @@ class SafetensorsFolder:
     def prediction(
         self, config: TracedConfig, tensors: Mapping[str, StoredTensor]
     ) -> tuple[TracedConfig, Weights]:
-        """Return the configuration and tensors of the model's first layer of multi-token prediction.
-
-        Args:
-            config: of the model.
-            tensors: of its layers of multi-token prediction.
-        """
-        own = of_prediction(config)
+        """Return the configuration and tensors of the model's first layer of multi-token prediction."""
+        own = with_source(config, predicts="layer")
         return own, Weights(self.path, "config.json", parameters_of_layer(tensors, own.of_model.parameters))
 
 

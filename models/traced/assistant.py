@@ -81,8 +81,7 @@ def pairing(name: str, own: Any, model: Any, tensors: dict[str, StoredTensor]) -
     """Return the pairing of an assistant and a model; remove the tensors of the clusters.
 
     Args:
-        name: of the assistant.
-        own: its configuration.
+        own: the assistant's configuration.
         model: the configuration of the model's text; None: the model is of another kind.
         tensors: of the assistant.
 

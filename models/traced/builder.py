@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from neo_desktop.models.linear.offloaded import OffloadedLinear
 from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
@@ -19,7 +18,6 @@ from neo_desktop.models.traced.fused import Given, HeadsProduct, LookUp, Product
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.rows import name_of, row_dim, rows_first, width_of
-from neo_desktop.models.traced.sizes import Mixed
 
 Code = Callable[..., Any]
 RECURRENT: Any = "recurrent"  # stands for a `RecurrentBatch`, an input of stages
@@ -57,18 +55,12 @@ class Builder:
         self._tables = {fused.weights[0]: decoder.matrices[fused.name] for fused in decoder.spec.tables}
         self._tables[decoder.spec.embedding] = decoder.embedding
         self._moe_layers = {
-            each.gate_up: self._experts([decoder.matrices[fused.name] for fused in each.matrices], each)
-            for each in decoder.spec.moe_layers
+            each.gate_up: ExpertsProduct(each, decoder, operators) for each in decoder.spec.moe_layers
         }
         self._latents = {each.expand: each for each in decoder.spec.latents}
         if decoder.spec.head is None:
             self._products[decoder.spec.embedding] = Part(decoder.lm_head, (decoder.config.vocab_size,), 0)
         self._fold()
-
-    def _experts(self, matrices: list[Linear], of_layer: Mixed) -> ExpertsProduct:
-        slots, first = self._decoder.expert_slots, matrices[0]
-        own = slots.of(first) if slots is not None and isinstance(first, OffloadedLinear) else None
-        return ExpertsProduct(of_layer, matrices, self._operators, own)
 
     def _product(self, node: fx.Node) -> Part | None:
         """Return a node's part of a matmul by the decoder; None: another operator or matmul."""

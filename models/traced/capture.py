@@ -54,14 +54,6 @@ class Product:
     bias: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsCall:
-    """A call of a mixture of experts."""
-
-    module: nn.Module  # has the experts' weights
-    per_token: int
-
-
 @dataclass(slots=True)
 class Calls:
     """Recorded calls, in order; `shape`: of the heads in the KV cache, None: of the first layer."""
@@ -69,7 +61,7 @@ class Calls:
     shape: HeadShape | None = None
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
-    experts: list[ExpertsCall] = field(default_factory=list)
+    experts: list[tuple[nn.Module, int]] = field(default_factory=list)  # module, experts per token
     latents: list[nn.Module] = field(default_factory=list)  # latent attention
     states: list[tuple[int, ...]] = field(default_factory=list)  # shapes, see `recurrences`
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
@@ -215,7 +207,7 @@ def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     is_usual = module.is_concatenated or not module.has_gate
     if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
         raise CannotCutError("its experts are of an unsupported kind")
-    calls.experts.append(ExpertsCall(module, ids.shape[-1]))
+    calls.experts.append((module, ids.shape[-1]))
     out: Tensor = experts(x, ids, weights, first_matrix(module), module.down_proj)
     return out
 

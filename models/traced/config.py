@@ -121,11 +121,11 @@ def read_traced(path: Path) -> TracedConfig:
                 section.integer(key, maximum=most)
     from neo_desktop.models.traced.spec import spec  # noqa: PLC0415 - rarely needed
 
-    source, generation = Source(path), generation_file(path)
+    source, generation, names = Source(path), generation_file(path), file.raw("architectures")
     described = spec(source)
     return traced_config(
         source,
-        architecture=_architecture(file),
+        architecture=str(names[0] if isinstance(names, list) and names else file.raw("model_type")),
         dtype=stored_dtype(file, text.text("dtype", text.text("torch_dtype", "float32"))),
         eos_token_ids=generation.token_ids("eos_token_id", ()) or described.eos_token_ids,
         bos_token_id=next(iter(described.bos_token_ids), None),
@@ -184,16 +184,6 @@ def _experts(found: TracedSpec) -> ExpertsConfig | None:
     return replace(sizes.pop(), layers=tuple(range(len(found.moe_layers))))
 
 
-def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
-    """Return the model's configuration with some parameters untied; see `Source`."""
-    return _changed(config, untied=names)
-
-
-def of_prediction(config: TracedConfig) -> TracedConfig:
-    """Return the configuration of the model's layer of multi-token prediction; raises as `traced_config`."""
-    return _changed(config, predicts="layer")
-
-
 def of_assistant(path: Path, config: TracedConfig) -> TracedConfig:
     """Return the configuration of a model's assistant in a folder; raises as `traced_config`."""
     return traced_config(Source(path, predicts="assistant"), **_stated(config))
@@ -203,17 +193,13 @@ def with_long_factors(config: ModelConfig) -> ModelConfig:
     """Return a LongRoPE model's configuration with its whole context; other models' stay as they are."""
     if not isinstance(config, TracedConfig) or config.of_model.most_tokens is None:
         return config
-    return _changed(config, is_long=True)
+    return with_source(config, is_long=True)
 
 
-def _changed(config: TracedConfig, **of_source: Any) -> TracedConfig:
-    return traced_config(replace(config.source, **of_source), **_stated(config))
+def with_source(config: TracedConfig, **changes: Any) -> TracedConfig:
+    """Return the configuration with changes of its `Source`; raises as `traced_config`."""
+    return traced_config(replace(config.source, **changes), **_stated(config))
 
 
 def _stated(config: TracedConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _STATED}
-
-
-def _architecture(file: JsonFile) -> str:
-    names = file.raw("architectures")
-    return str(names[0] if isinstance(names, list) and names else file.raw("model_type"))

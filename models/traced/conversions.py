@@ -1,7 +1,7 @@
 """The conversions of `transformers` from tensors of a checkpoint to parameters."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,8 +69,11 @@ class Conversions:
             converter = next(each for each in self._converters if next(iter(group)) in each.source_patterns)
             steps = [type(step).__name__ for step in converter.operations]
             if target in moe_of and steps in _OF_EXPERTS:
-                for name, stored in _of_experts(moe_of[target], target, converter, group):
-                    found[name] = tensors[stored]
+                for fused, pattern in zip(moe_of[target].of(target), converter.source_patterns, strict=True):
+                    for stored in group.get(pattern, ()):
+                        number = int(_NUMBER.findall(stored)[-1])
+                        name = fused.weights[number] if number < len(fused.weights) else stored
+                        found[name] = tensors[stored]
                 continue
             sources = {
                 pattern: [tensors[name] for name in group[pattern]]
@@ -88,17 +91,6 @@ class Conversions:
         if target not in self._model.shapes and name in self._model.shapes:
             return name, None
         return target, pattern
-
-
-def _of_experts(
-    moe: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, str]]:
-    """Yield (parameter, tensor) for each expert's matrix in the checkpoint."""
-    for fused, pattern in zip(moe.of(target), converter.source_patterns, strict=True):
-        names = fused.weights
-        for stored in group.get(pattern, ()):
-            number = int(_NUMBER.findall(stored)[-1])
-            yield (names[number] if number < len(names) else stored), stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,7 @@ class Cut:
 
 
 def cut(exported: Exported, dtype: torch.dtype) -> Cut:
-    """Cut a graph.
-
-    Args:
-        exported: the graph.
-        dtype: of values that may cross a cut.
+    """Cut a graph; values of a dtype may cross.
 
     Raises:
         CannotCutError: the graph is not a sequence of attentions.
@@ -141,7 +137,6 @@ def _minimum(
         sources: nodes that must be before the cut.
         attends: the attention at the cut, which belongs to neither side; None: no attention.
         following: the first node that must be after the cut, as all later ones.
-        dtype: of values that may cross.
     """
     import networkx  # noqa: PLC0415 - rarely needed
 
@@ -149,9 +144,6 @@ def _minimum(
     region = [node for node in left[:end] if node is not attends]
     inside = {*region, *carried}
     graph = networkx.DiGraph()
-
-    def later(node: fx.Node) -> bool:
-        return node not in inside and node is not attends
 
     for node in (*carried, *region):
         graph.add_edge((node, "in"), (node, "out"), **_capacity(node, dtype))
@@ -165,7 +157,7 @@ def _minimum(
         for user in node.users:
             if user in inside and user not in carried:
                 graph.add_edge((node, "out"), (user, "in"))
-            elif user in left and later(user):
+            elif user in left and user not in inside and user is not attends:
                 graph.add_edge((node, "out"), _SINK)
     if attends is None:  # the embeddings know no states, and have no scratch memory of experts
         later_ones = {*ROW_DIMS, "experts"}

@@ -7,28 +7,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.expert_operators import ExpertScratch, gated
-from neo_desktop.models.expert_slots import LayerSlots
 from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
-from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.matrices import Matrix
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.stored_tensor import StoredTensor
-from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall, first_matrix
+from neo_desktop.models.traced.capture import CannotCutError, first_matrix
 from neo_desktop.models.traced.sizes import Mixed
 
 
-def mixed(call: ExpertsCall, names: Mapping[int, str], index: int) -> Mixed:
-    """Return the sizes of a layer's experts.
-
-    Args:
-        names: id of a parameter -> its name.
-        index: of the layer, among those with experts.
+def mixed(module: Any, per_token: int, names: Mapping[int, str], index: int) -> Mixed:
+    """Return the sizes of a layer's experts, from the names of parameters by id.
 
     Raise CannotCutError if the experts are not supported.
     """
-    module: Any = call.module
     kinds = ("gate", "up", "down") if module.has_gate else ("up", "down")
     gate_up, down = first_matrix(module), module.down_proj
     count, hidden, intermediate = down.shape
@@ -45,9 +39,9 @@ def mixed(call: ExpertsCall, names: Mapping[int, str], index: int) -> Mixed:
             parameter, rows, columns = parameters[1], hidden, intermediate
         weights = tuple(f"{parameter}[{expert}].{kind}" for expert in range(count))
         name, each = f"{index}.experts_{kind}", (rows,) * count
-        return Matrix(name, weights, each, columns, experts=count, per_token=call.per_token)
+        return Matrix(name, weights, each, columns, experts=count, per_token=per_token)
 
-    return Mixed(*parameters, count, call.per_token, tuple(map(matrix, kinds)), gating)
+    return Mixed(*parameters, tuple(map(matrix, kinds)), gating)
 
 
 def _squared(function: Callable[[Tensor], Tensor]) -> Literal["relu"]:
@@ -78,7 +72,8 @@ def parts_of_stacks(moe_layers: Sequence[Mixed], tensors: dict[str, StoredTensor
     """Cut tensors that hold all experts of a layer into one per expert."""
     for of_layer, name in ((moe, name) for moe in moe_layers for name in (moe.gate_up, moe.down)):
         matrices, stack = of_layer.of(name), tensors.get(name)
-        if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
+        count = matrices[0].experts
+        if stack is None or len(stack.shape) != 3 or stack.shape[0] != count or stack.is_quantised:
             continue
         del tensors[name]
         rows = stack.shape[1] // len(matrices)
@@ -92,12 +87,11 @@ def parts_of_stacks(moe_layers: Sequence[Mixed], tensors: dict[str, StoredTensor
 class ExpertsProduct(nn.Module):
     """Routed experts; see `capture.experts`."""
 
-    def __init__(
-        self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators, slots: LayerSlots | None
-    ) -> None:
+    def __init__(self, of_layer: Mixed, decoder: Decoder, operators: Operators) -> None:
         super().__init__()
-        gate, up, down = matrices if len(matrices) == 3 else (matrices[0], *matrices)
-        self.moe = MoE((gate, up, down), of_layer.config, operators, slots=slots)
+        *gate_up, down = (decoder.matrices[fused.name] for fused in of_layer.matrices)
+        matrices, slots = (gate_up[0], gate_up[-1], down), decoder.slots_of(gate_up[0])
+        self.moe = MoE(matrices, of_layer.config, operators, slots=slots)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch | None) -> Tensor:
         """Return the results; `room` receives the choice, None: it is allocated."""

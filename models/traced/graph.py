@@ -16,14 +16,7 @@ from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import RESHAPES, check_rows, is_plain, is_pointwise, name_of
 from neo_desktop.models.traced.sizes import Source, TracedSpec
-from neo_desktop.models.traced.spec import (
-    LONG,
-    empty_model,
-    has_long_factors,
-    is_wide,
-    parameters_of,
-    run,
-)
+from neo_desktop.models.traced.spec import LONG, empty_model, is_wide, run
 
 ROWS = 7  # rows of the example inputs; the graph works for any number
 
@@ -79,11 +72,12 @@ def _exported(
         _fill_buffers(model, is_long=source.is_long)
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             known: dict[int, nn.Parameter] = {}
-            for module, name, parameter in parameters_of(model):
+            for name, parameter in list(model.named_parameters(remove_duplicate=False)):
                 if id(parameter) not in known:
                     numbers = torch.empty(parameter.shape, dtype=parameter.dtype)
                     known[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
-                module._parameters[name] = known[id(parameter)]
+                path, _, own = name.rpartition(".")
+                model.get_submodule(path)._parameters[own] = known[id(parameter)]
             ids = torch.zeros(1, ROWS, dtype=torch.int64)
             positions = torch.zeros(1, ROWS, dtype=torch.int64)
         shapes = ({1: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC})
@@ -112,7 +106,7 @@ def _fill_buffers(model: Any, *, is_long: bool) -> None:
                 computed.append((module, name))
     for module in model.modules():
         model._init_weights(module)
-        if is_long and has_long_factors(module):
+        if is_long and getattr(module, "rope_type", None) == LONG:
             beyond = module.config.rope_parameters["original_max_position_embeddings"] + 1
             of_long, _ = ROPE_INIT_FUNCTIONS[LONG](module.config, module.inv_freq.device, seq_len=beyond)
             module.inv_freq.copy_(of_long)

@@ -69,12 +69,7 @@ def results(module: Any, attended: Tensor) -> Tensor:
 
 
 def latent_sizes(module: Any, names: Mapping[int, str], index: int) -> Latent:
-    """Return the sizes of latent attention.
-
-    Args:
-        names: id of a parameter -> its name.
-        index: of the layer, among those with latent attention.
-    """
+    """Return the sizes of latent attention, from the names of parameters by id."""
     expand, rank = names[id(module.kv_b_proj.weight)], module.kv_lora_rank
 
     def matrix(kind: str, rows: int, columns: int) -> Matrix:

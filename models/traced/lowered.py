@@ -16,12 +16,15 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.moe import MoE
-from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, X, given_buffers
+from neo_desktop.models.recurrent import RecurrentBatch
+from neo_desktop.models.row_stages import RowStage
+from neo_desktop.models.state import ATTENTION, COS, QKV, RESIDUAL, State, X, given_buffers
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, HeadsProduct, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
     ROWS,
     Complex,
     NotRowsError,
+    RowBuffers,
     Value,
     columns_of,
     of_row,
@@ -30,7 +33,6 @@ from neo_desktop.models.traced.places import (
 )
 from neo_desktop.models.traced.recurrences import Convolution, Scan
 from neo_desktop.models.traced.routing import Choose, Routing, routings
-from neo_desktop.models.traced.row_stages import Beside, RowBuffers, RowStage
 from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Columns, Step
 
@@ -125,7 +127,7 @@ class _Lowering(RowBuffers):
     def _operate(self, module: Any, args: tuple[Any, ...]) -> Any:
         for kind, lower in (
             (Product, lambda: self._multiply(module, args[0])),
-            (HeadsProduct, lambda: self._multiply_heads(module, args[0])),
+            (HeadsProduct, lambda: self._matmul(module.linear, args[0], args[0].at.shape[1])),
             (AddRMSNorm, lambda: self._add_norm(module, *args)),
             (RMSNorm, lambda: self._norm("rms_norm", args[0], module.eps, module.weight)),
             (Gate, lambda: self._gated(args[0])),
@@ -138,7 +140,6 @@ class _Lowering(RowBuffers):
         raise NotRowsError(f"{type(module).__name__} has no step")
 
     def _mixed(self, node: fx.Node, routing: Routing) -> Value:
-        """Compute routed experts."""
         experts: Any = self._piece.get_submodule(str(node.target))
         if experts.moe.on_host is not None or self._config.experts is None:
             raise NotRowsError("experts in host memory, or without common scratch memory")
@@ -187,17 +188,14 @@ class _Lowering(RowBuffers):
             raise NotRowsError("a conversion of complex numbers")
         if x.dtype is dtype:
             return x
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16) or not isinstance(x, Value):
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise NotRowsError(f"a conversion to {dtype}")
-        return self.copy(x, dtype)
+        return self.copy(x, dtype) if isinstance(x, Value) else x.to(dtype)
 
     def _multiply(self, product: Product, x: Value) -> Value:
         if torch.Size(x.at.shape[:-1]).numel() != ROWS:
             raise NotRowsError("a matmul with several parts of a row")
         return self._matmul(product.linear, x, 1)
-
-    def _multiply_heads(self, product: HeadsProduct, x: Value) -> Value:
-        return self._matmul(product.linear, x, x.at.shape[1])
 
     def _matmul(self, linear: Linear, x: Value, heads: int) -> Value:
         """Multiply heads by the matrices that `linear` has stacked."""
@@ -264,7 +262,7 @@ class _Lowering(RowBuffers):
             scalar_op = "times_number" if op == "times" else "add_number"
             return self.step(scalar_op, [self.packed(one)], one, tuple(one.at.shape), number=number)
         wide = torch.promote_types(one.dtype, other.dtype)
-        one, other = (x if x.dtype is wide else self._promoted(x, wide) for x in (one, other))
+        one, other = (self._cast(x, wide) for x in (one, other))
         if isinstance(other, Value):
             at, other_at = _broadcast(one.at, other.at)
             sources = [self.packed(replace(one, at=at)), self.packed(replace(other, at=other_at))]
@@ -275,9 +273,6 @@ class _Lowering(RowBuffers):
             raise NotRowsError("weights that differ between rows")
         sources = [self.packed(replace(one, at=at))]
         return self.step(op, sources, one, tuple(at.shape), weights=(by_row[0].contiguous(),))
-
-    def _promoted(self, x: Any, dtype: torch.dtype) -> Any:
-        return self._cast(x, dtype) if isinstance(x, Value) else x.to(dtype)
 
     def _apply(self, function: Any, x: Any, *others: Any) -> Value:
         """Apply a function of single numbers that has no step."""
@@ -303,18 +298,21 @@ class _Lowering(RowBuffers):
         self.move(carried, Columns(RESIDUAL))
 
 
-def _applied(function: Any, others: tuple[Any, ...], _: Beside, out: Tensor, x: Tensor) -> None:
+def _applied(function: Any, others: tuple[Any, ...], _: State, __: object, out: Tensor, x: Tensor) -> None:
     out.copy_(function(x, *others))
 
 
-def _with_states(layer: Convolution | Scan, beside: Beside, *tensors: Tensor) -> None:
-    layer.apply_rows(beside.recurrent, *tensors)
+def _with_states(layer: Convolution | Scan, _: State, batch: RecurrentBatch, *tensors: Tensor) -> None:
+    layer.apply_rows(batch, *tensors)
 
 
-def _with_room(choose: Choose, moe: MoE, beside: Beside, out: Tensor, x: Tensor, logits: Tensor) -> None:
-    assert beside.room is not None  # the model has experts
-    choose(logits, beside.room.choice.ids, beside.room.choice.weights)
-    moe.multiply_on_device(x, beside.room, out)
+def _with_room(
+    choose: Choose, moe: MoE, state: State, _: object, out: Tensor, x: Tensor, logits: Tensor
+) -> None:
+    room = state.scratch.experts
+    assert room is not None  # the model has experts
+    choose(logits, room.choice.ids, room.choice.weights)
+    moe.multiply_on_device(x, room, out)
 
 
 def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

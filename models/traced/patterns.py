@@ -5,7 +5,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.builder import Builder
@@ -23,36 +23,28 @@ def fused_pieces(
 
     The first half of a sine is stored negated. If other operators read it, no rotation is replaced.
     """
-    fusions = [Fusion(builder.piece(index), operators, dtype) for index in range(count)]
-    for each in fusions:
-        each.run()
-    sines = {sine for each in fusions for sine in each.sines}
-    if any(sines & each.others() for each in fusions):
-        fusions = [Fusion(builder.piece(index), operators, dtype, with_ropes=False) for index in range(count)]
-        for each in fusions:
-            each.run()
-        sines = set()
+    for with_ropes in (True, False):
+        fusions = [Fusion(builder.piece(index), operators, dtype, with_ropes) for index in range(count)]
+        sines = {sine for each in fusions for sine in each.sines}
+        if not any(sines & each.others() for each in fusions):
+            break
     return [each.piece for each in fusions], sines
 
 
 class Fusion:
-    """Replaces patterns in a piece by the decoder's operators; see `Builder.piece`.
+    """Replaces all patterns in a piece by the decoder's operators; see `Builder.piece`.
 
-    Operators without readers are removed.
+    Of patterns with shared nodes it replaces the longest. Operators without readers are removed.
     """
 
     def __init__(
-        self, piece: fx.GraphModule, operators: Operators, dtype: torch.dtype, *, with_ropes: bool = True
+        self, piece: fx.GraphModule, operators: Operators, dtype: torch.dtype, with_ropes: bool
     ) -> None:
         self.piece, self._graph, self._operators, self._dtype = piece, piece.graph, operators, dtype
-        self._with_ropes, self._count = with_ropes, 0
-        self._cosines, self.sines = set[fx.Node](), set[fx.Node]()
-
-    def run(self) -> None:
-        """Replace all patterns, of patterns with shared nodes the longest."""
+        self._count, self._cosines, self.sines = 0, set[fx.Node](), set[fx.Node]()
         self._replace(self.norm)
         self._replace(self.gate)
-        if self._with_ropes:
+        if with_ropes:
             self._replace(self.rope)
         self.piece.recompile()
 
@@ -104,7 +96,9 @@ class Fusion:
         if not is_over_last or not is_typed or not isinstance(eps, float):
             return None
         width = int(_shape(root)[-1])
-        factors = torch.ones(width, dtype=_dtype(x)) if weight is None else self._weight(weight)
+        factors = torch.ones(width, dtype=_dtype(x))
+        if weight is not None:
+            factors = getattr(self.piece, str(weight.target))
         if factors.shape != (width,):
             return None
         is_rounded_before = not is_rounded_last or _dtype(x) is torch.float32
@@ -178,10 +172,6 @@ class Fusion:
         self._count += 1
         self.piece.add_module(name, module)
         return self._graph.call_module(name, inputs)
-
-    def _weight(self, node: fx.Node) -> Tensor:
-        weight: Tensor = getattr(self.piece, str(node.target))
-        return weight
 
 
 def _is(node: Any, *names: str) -> bool:

@@ -1,6 +1,6 @@
 """Positions of a tensor's numbers in row buffers, computed by running view operators on their addresses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from neo_desktop.native import Columns
+from neo_desktop.models.row_stages import Call, RowStage
+from neo_desktop.native import Buffer, Columns, Step
 
 ROWS = 5  # rows in tensors of addresses; differs from every size of a model
 # An address is buffer * _BUFFER + row * _ROW + column.
 _ROW, _BUFFER = 1 << 24, 1 << 28
+_MOST_MOVES = 256  # of one value; with more, the graph's own operators are as fast
 
 
 class NotRowsError(Exception):
@@ -116,19 +118,8 @@ def with_addresses(value: Any) -> Any:
     return tree_map(lambda each: each.at if isinstance(each, Value) else each, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A copy of groups of columns to other columns."""
-
-    source: Columns
-    first: int  # target of the first group
-    stride: int  # distance between targets of groups
-    length: int
-    groups: int
-
-
-def moves_of(row: Tensor) -> list[Move]:
-    """Return moves that copy addresses [width] to columns 0 to width; few, but not always the fewest."""
+def moves_of(row: Tensor, into: Columns) -> list[Step]:
+    """Return steps that copy the numbers at addresses [width] to columns; few, but not always the fewest."""
     breaks = [0, *(torch.nonzero(row.diff() != 1).flatten() + 1).tolist(), len(row)]
     runs = [(first, int(row[first]), last - first) for first, last in pairwise(breaks)]
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -137,7 +128,8 @@ def moves_of(row: Tensor) -> list[Move]:
     moves = []
     for (buffer, length), runs_alike in alike.items():
         for (first, column), (to, stride), count in _progressions(runs_alike, length):
-            moves.append(Move(Columns(buffer, column, stride), first, to, length, count))
+            source, target = Columns(buffer, column, stride), Columns(into.buffer, into.first + first, to)
+            moves.append(Step("copy", (source,), target, length, groups=count))
     return moves
 
 
@@ -154,3 +146,86 @@ def _progressions(
             yield start, apart, count
             start, apart, count = place, (length, length), 1
     yield start, apart, count
+
+
+class RowBuffers:
+    """Given buffers (see `state`) and new ones, with their steps and calls; only new ones are written."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self.buffers = buffers
+        self.steps: list[Step] = []  # after the last call
+        self._parts: list[Sequence[Step] | Call] = []
+
+    def stage(self) -> RowStage:
+        return RowStage(self.buffers, [*self._parts, self.steps])
+
+    def call(self, function: Callable[..., None], values: list[Value], like: Value, dim: int) -> Value:
+        """Call a function of row buffers between two programs.
+
+        Args:
+            values: inputs, each with its rows in one dimension.
+            like: has the output's shape and dtype, with rows in dimension `dim`.
+        """
+        inputs = tuple((self.packed(x), row_shape(x.at, row_dim(x.at))) for x in values)
+        own = row_shape(like.at, dim)
+        into = self.room(torch.Size(own).numel(), like.dtype)
+        self._parts += [self.steps, Call(function, ((into, own), *inputs))]
+        self.steps = []
+        return self.value(into, tuple(like.at.shape), dim, like.dtype)
+
+    def step(
+        self,
+        op: str,
+        sources: list[Columns],
+        like: Value,
+        shape: tuple[int, ...],
+        length: int | None = None,
+        *,
+        number: float = 0.0,
+        weights: tuple[Tensor, ...] = (),
+    ) -> Value:
+        """Compute a new tensor with the row dimension of `like`; `length`: per group."""
+        dim = row_dim(like.at) - like.at.dim() + len(shape)
+        if shape[dim] != ROWS:
+            raise NotRowsError("a change of the row dimension")
+        width = torch.Size(shape).numel() // ROWS
+        size = width if length is None else length
+        into = self.room(width, like.dtype)._replace(stride=size)
+        groups = width // size
+        self.steps.append(Step(op, tuple(sources), into, size, groups=groups, number=number, weights=weights))
+        return self.value(into, shape, dim, like.dtype)
+
+    def room(self, width: int, dtype: torch.dtype) -> Columns:
+        self.buffers.append(Buffer(width, dtype))
+        return Columns(len(self.buffers) - 1)
+
+    def value(self, into: Columns, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> Value:
+        """Return a tensor whose rows are in columns of a buffer."""
+        return Value.new(into.buffer, shape[:dim] + shape[dim + 1 :], dim, dtype)
+
+    def packed(self, x: Value) -> Columns:
+        """Return the columns that hold a value's rows contiguously; copy them if necessary."""
+        return self.grouped(x, torch.Size(x.at.shape).numel() // ROWS)
+
+    def grouped(self, x: Value, length: int) -> Columns:
+        """Return the columns of a value in groups of `length`; copy them if necessary."""
+        row = of_row(x.at)
+        columns = grouped(row, length)
+        if columns is None:
+            columns = grouped(of_row(self.copy(x, x.dtype).at), length)
+        assert columns is not None
+        return columns
+
+    def copy(self, x: Value, dtype: torch.dtype) -> Value:
+        """Copy a value to a buffer of its own."""
+        row = of_row(x.at)
+        into = self.room(len(row), dtype)
+        self.move(row, into)
+        return self.value(into, tuple(x.at.shape), row_dim(x.at), dtype)
+
+    def move(self, row: Tensor, into: Columns) -> None:
+        """Copy the numbers at addresses [width] to columns."""
+        moves = moves_of(row, into)
+        if len(moves) > _MOST_MOVES:
+            raise NotRowsError("numbers scattered over too many places")
+        self.steps += moves

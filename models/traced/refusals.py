@@ -45,11 +45,7 @@ def missing_part(model: nn.Module) -> str | None:
 
 
 def not_made(source: Source, config: Any, error: Exception) -> ModelError:
-    """Return the error for a configuration that transformers cannot turn into a decoder.
-
-    Args:
-        config: of transformers; None: it could not be read.
-    """
+    """Return the error for a configuration that transformers cannot read (None), or turn into a decoder."""
     names = getattr(config, "architectures", None) or [type(config).__name__.removesuffix("Config")]
     others = [words for key, words in _OTHER_PARTS.items() if getattr(config, key, None) is not None]
     if others:

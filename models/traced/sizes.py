@@ -61,8 +61,6 @@ class Mixed:
 
     gate_up: str  # the parameter [experts, 2 * intermediate, hidden], or [experts, intermediate, hidden]
     down: str  # the parameter [experts, hidden, intermediate]
-    count: int
-    per_token: int
     matrices: tuple[Matrix, ...]  # gates, ups and downs, or ups and downs, each with the experts' stacked
     gating: Gating = "silu"
 
@@ -74,7 +72,8 @@ class Mixed:
     @property
     def config(self) -> ExpertsConfig:
         """Sizes of the experts, without the numbers of layers."""
-        return ExpertsConfig(self.count, self.per_token, self.matrices[-1].columns, (), gating=self.gating)
+        down = self.matrices[-1]
+        return ExpertsConfig(down.experts, down.per_token, down.columns, (), gating=self.gating)
 
     def of(self, parameter: str) -> tuple[Matrix, ...]:
         """Return the matrices in a parameter, `gate_up` or `down`."""

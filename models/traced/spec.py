@@ -1,6 +1,7 @@
 """The sizes of a `transformers` model, from a run without numbers."""
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -154,11 +155,6 @@ def _without_change(rope_type: Any) -> Any:
     return "default" if rope_type in _CHANGING else rope_type
 
 
-def has_long_factors(module: Any) -> bool:
-    """Return True for LongRoPE in each layer."""
-    return getattr(module, "rope_type", None) == LONG
-
-
 def _most_tokens(config: Any, *, is_long: bool) -> int | None:
     """Return the most tokens with unchanged RoPE frequencies; None: no limit."""
     text = config.get_text_config()
@@ -215,8 +211,11 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
         if first != name:
             aliases[name] = first
     stored = model.state_dict().keys()
-    buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in stored}
-    buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    buffers = {
+        name: value
+        for name, value in model.named_buffers(remove_duplicate=False)
+        if name in stored and value.is_floating_point()
+    }
     tensors = {name: parameters[name] for name in names.values()} | buffers
     first = _same_attention(model, calls)
     sinks = [each.sinks for each in calls.attention if each.sinks is not None]
@@ -233,9 +232,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     if last.weight.shape[0] != logits.shape[-1]:
         raise CannotCutError("it does not end with a head")
     looked_up = {id(weight) for weight in tables}
-    times = {id(each.weight): 0 for each in products}
-    for each in products:
-        times[id(each.weight)] += 1
+    times = Counter(id(each.weight) for each in products)
     groups: dict[tuple[int, bool], list[Any]] = {}
     for each in products[:-1]:
         if times[id(each.weight)] == 1 and id(each.weight) not in looked_up:
@@ -245,7 +242,7 @@ def _spec(model: Any, calls: Calls, logits: Tensor, source: Source) -> TracedSpe
     if times[id(last.weight)] > 1:
         raise CannotCutError("its head has several uses")
     head = None if is_tied else replace(_matrix([last], names), name="head")
-    moe_layers = tuple(mixed(call, names, index) for index, call in enumerate(calls.experts))
+    moe_layers = tuple(mixed(*call, names, index) for index, call in enumerate(calls.experts))
     latents = tuple(latent_sizes(module, names, index) for index, module in enumerate(calls.latents))
     for name in (
         *(name for moe in moe_layers for name in (moe.gate_up, moe.down)),
@@ -348,14 +345,6 @@ def _check_groups(calls: Calls, shape: HeadShape) -> None:
     heads = calls.attention[0].heads
     if heads % shape.kv_heads:
         raise CannotCutError(f"{heads} heads cannot share {shape.kv_heads} key-value heads")
-
-
-def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield (module, name, parameter); shared parameters several times."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name, parameter
 
 
 def _described(source: Source, config: Any) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from neo_desktop.models.traced.patterns import fused_pieces
 from neo_desktop.models.traced.places import NotRowsError
 from neo_desktop.models.traced.recurrences import ROW_DIMS
 from neo_desktop.models.traced.refusals import cannot_cut
-from neo_desktop.models.traced.row_stages import RowStage
 from neo_desktop.models.traced.rows import name_of, width_of
 from neo_desktop.models.traced.segments import Segments, segments
 
@@ -65,7 +64,7 @@ class TracedStages(Stages):
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         self._operators = operators or on_cpu
         builder, count = Builder(graph, found, decoder, self._operators), len(found.pieces)
-        self._rows: dict[int, RowStage] = {}  # stage index -> its program, on a CPU, if it can be lowered
+        self._rows = {}  # on a CPU, of the stages that can be lowered
         pieces = self._with_operators(builder, count)
         if pieces is None:
             logger.warning(
@@ -80,7 +79,8 @@ class TracedStages(Stages):
         self._segments: dict[int, Segments] = {}  # by stage index; empty without cuts
         if decoder.has_splits:
             self._segments, self.turn = segments(pieces[1:])
-        self._rooms = _Rooms()
+        # Memory of cuts that became too small is kept, because the device may still use it.
+        self._rooms: list[tuple[Tensor, Tensor]] = []
 
     def _use(self, pieces: list[fx.GraphModule], *, with_programs: bool = True) -> None:
         codes: list[Code] = [piece.forward for piece in pieces]
@@ -237,14 +237,31 @@ class TracedStages(Stages):
             if isinstance(part, MoE):
                 room, hidden = state.scratch.experts, self.config.hidden_size
                 assert room is not None  # the model has experts
-                x, out = self._rooms.of(hidden, hidden, state)
+                x, out = self._room(hidden, hidden, state)
                 into = x, room.choice.ids, room.choice.weights
                 yield Step(partial(run_to, node, before, into, out), DividedExperts(name, part, x, room, out))
             else:
-                x, out = self._rooms.of(part.columns, part.rows, state)
+                x, out = self._room(part.columns, part.rows, state)
                 yield Step(partial(run_to, node, before, (x,), out), Product(name, part, x, out))
             before = node
         yield Step(partial(end, before), None)
+
+    def _room(self, columns: int, width: int, state: State) -> tuple[Tensor, Tensor]:
+        """Return a cut's input [rows, columns] and output [rows, width], both contiguous.
+
+        All cuts share this memory, because they run one after the other.
+        """
+        rows = state.rows
+        sizes = rows * columns, rows * width
+        if not self._rooms or any(len(a) < size for a, size in zip(self._rooms[-1], sizes, strict=True)):
+            before = self._rooms[-1] if self._rooms else (state.residual[0, :0], state.residual[0, :0])
+            x, out = (
+                state.residual.new_empty(max(len(had), 1 << (size - 1).bit_length()))
+                for had, size in zip(before, sizes, strict=True)
+            )
+            self._rooms.append((x, out))
+        x, out = self._rooms[-1]
+        return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
 
     @property
     def offloaded_matrices(self) -> dict[tuple[int, str], OffloadedLinear]:
@@ -265,31 +282,6 @@ class TracedStages(Stages):
         if self._head_matrix is not None:
             return self._head_matrix.multiply(normed, out)
         return out.copy_(self._head(normed[None])[0])  # CUDA graphs need a fixed place
-
-
-class _Rooms:
-    """Input and output memory of cuts, for the code that follows them.
-
-    All cuts share it, because they run one after the other. Memory that became too small is kept, because
-    the device may still use it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Tensor]] = []
-
-    def of(self, columns: int, width: int, state: State) -> tuple[Tensor, Tensor]:
-        """Return [rows, columns] and [rows, width], both contiguous."""
-        rows = state.rows
-        sizes = rows * columns, rows * width
-        if not self._kept or any(len(a) < size for a, size in zip(self._kept[-1], sizes, strict=True)):
-            before = self._kept[-1] if self._kept else (state.residual[0, :0], state.residual[0, :0])
-            x, out = (
-                state.residual.new_empty(max(len(had), 1 << (size - 1).bit_length()))
-                for had, size in zip(before, sizes, strict=True)
-            )
-            self._kept.append((x, out))
-        x, out = self._kept[-1]
-        return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
 
 
 def _kind(piece: fx.GraphModule) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def _tower(config: Any, _: type) -> Any:
     return make.from_config(config.vision_config, attn_implementation="sdpa")
 
 
-def _of_config(config: Any, kind: type) -> Any:
+def _projector(config: Any, kind: type) -> Any:
     return kind(config)
 
 
@@ -93,10 +93,6 @@ def _gemma3_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> Cha
 def _gemma4_text(config: Any, words: Words, inputs: Mapping[str, Tensor]) -> ChatText:
     begin, image, end = map(words.of, (config.boi_token_id, config.image_token_id, config.eoi_token_id))
     return marks([begin, *[image] * int(inputs["num_soft_tokens_per_image"][0]), end])
-
-
-def _gemma4_embedder(config: Any, kind: type) -> Any:
-    return kind(config.vision_config, config.text_config)
 
 
 def _gemma4_sight(config: Any) -> Sight:
@@ -134,10 +130,10 @@ def _qwen(model_type: str) -> VisionFamily:
     )
 
 
-FAMILIES = (
+_FAMILIES = (
     VisionFamily(
         "mistral3",
-        {"vision_tower": _tower, "multi_modal_projector": _of_config},
+        {"vision_tower": _tower, "multi_modal_projector": _projector},
         ("pixel_values", "image_sizes"),
         lambda config: {"patch_size": config.vision_config.patch_size * config.spatial_merge_size},
         _image_mark,
@@ -145,7 +141,7 @@ FAMILIES = (
     ),
     VisionFamily(
         "gemma3",
-        {"vision_tower": _tower, "multi_modal_projector": _of_config},
+        {"vision_tower": _tower, "multi_modal_projector": _projector},
         ("pixel_values",),
         lambda config: {"do_convert_rgb": True, "do_pan_and_scan": False},
         lambda config, words: words.of(config.boi_token_index),
@@ -154,7 +150,10 @@ FAMILIES = (
     ),
     VisionFamily(
         "gemma4",
-        {"vision_tower": _tower, "embed_vision": _gemma4_embedder},
+        {
+            "vision_tower": _tower,
+            "embed_vision": lambda config, kind: kind(config.vision_config, config.text_config),
+        },
         ("pixel_values", "image_position_ids"),
         lambda config: {},
         _image_mark,
@@ -163,6 +162,7 @@ FAMILIES = (
     ),
     *map(_qwen, ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
 )
+FAMILIES = {family.model_type: family for family in _FAMILIES}
 
 
 def rows_of(output: Any) -> Tensor:

@@ -17,7 +17,7 @@ from neo_desktop.models.json_file import INSTALL_TRANSFORMERS, JsonFile, ModelEr
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.sizes import quiet
-from neo_desktop.models.vision.families import FAMILIES, VisionFamily, Words, rows_of
+from neo_desktop.models.vision.families import FAMILIES, Words, rows_of
 from neo_desktop.models.vision.pictures import decode
 from neo_desktop.models.vision.prompt import SeenImage
 
@@ -40,7 +40,7 @@ class Vision:
             logger.info("%s: images by %s", checkpoint.name, self._tower.path.name)
         with quiet():
             self._described: Any = config.source.config()
-        self._family = _FAMILIES[self._described.model_type]
+        self._family = FAMILIES[self._described.model_type]
         self._words = Words.read(checkpoint.path, tokenizer.token_text)
         self.mark = self._family.mark(self._described, self._words)
         self._lock = threading.Lock()
@@ -145,13 +145,10 @@ def why_blind(checkpoint: Checkpoint, config: ModelConfig) -> str | None:
     if file is None or file.section("vision_config") is None:
         return TEXT_ONLY
     kind = file.raw("model_type")
-    if kind not in _FAMILIES:
+    if kind not in FAMILIES:
         return f"{TEXT_ONLY}: images of {kind} models are not supported yet"
     if not isinstance(config, TracedConfig) or find_spec("PIL") is None:
         return f"{TEXT_ONLY}: {INSTALL_TRANSFORMERS} lets it see images"
     if not any((checkpoint.path / name).exists() for name in PROCESSORS):
         return f"{TEXT_ONLY}: its folder lacks {PROCESSORS[0]}, which images need"
     return None
-
-
-_FAMILIES: Mapping[str, VisionFamily] = {family.model_type: family for family in FAMILIES}

@@ -17,6 +17,7 @@ from neo_desktop.models.traced import stages as traced_stages
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.places import NotRowsError, Value, grouped, moves_of, of_row, row_dim
 from neo_desktop.models.traced.stages import TracedStages
+from neo_desktop.native import Columns
 
 CPU = torch.device("cpu")
 WHOLLY = (
@@ -127,11 +128,12 @@ def test_addresses_follow_views_and_slices() -> None:
     turned = torch.cat((heads[..., 8:], heads[..., :8]), dim=-1)
     buffer = torch.arange(32)
     moved = torch.full((32,), -1)
-    for move in moves_of(of_row(turned)):
-        assert move.source.buffer == 3
+    for move in moves_of(of_row(turned), Columns(5)):
+        (source,), into = move.sources, move.into
+        assert (source.buffer, into.buffer) == (3, 5)
         for group in range(move.groups):
-            at = move.source.first + group * move.source.stride
-            moved[move.first + group * move.stride :][: move.length] = buffer[at : at + move.length]
+            at = source.first + group * source.stride
+            moved[into.first + group * into.stride :][: move.length] = buffer[at : at + move.length]
     expected = buffer.view(2, 16)
     assert moved.tolist() == torch.cat((expected[:, 8:], expected[:, :8]), 1).flatten().tolist()
 

@@ -18,7 +18,7 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
+from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised
 from neo_desktop.models.registry import check_model, load_model
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
@@ -79,7 +79,7 @@ def test_products_are_as_exact_as_inputs_of_8_bits(
     linear = loaded(parts, columns, bias)
     assert torch.equal(linear.dense(), weight.to(linear.dense().dtype))
     assert linear.memory()[CPU] == sum(
-        packed_bytes(part.type_name, part.rows, columns) for part, _ in parts
+        native.packed_bytes(part.type_name, part.rows, columns) for part, _ in parts
     ) + (0 if bias is None else bias.nbytes)
     products = []
     for isa in native.available_isas():

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from neo_desktop import native
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels.in_triton.activation import gated
 from neo_desktop.engine.kernels.in_triton.experts import add_up, choose_experts, in_blocks, multiply_floats
@@ -40,7 +41,6 @@ from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.experts_config import ClampedGate, Gating
 from neo_desktop.models.linear.grouped import Grouped
-from neo_desktop.models.linear.quantised import packed_bytes
 from neo_desktop.models.linear.stacked import Stacked
 from neo_desktop.models.recurrent import Spans
 
@@ -157,7 +157,7 @@ def floats(type_name: str, dtype: torch.dtype) -> None:
 
 
 def host_tiles(type_name: str, dtype: torch.dtype) -> None:
-    packed = empty(packed_bytes(type_name, 1024, 4096), dtype=torch.uint8)
+    packed = empty(native.packed_bytes(type_name, 1024, 4096), dtype=torch.uint8)
     unpack_quantised(type_name, packed, empty(1024, 4096, dtype=dtype))
 
 

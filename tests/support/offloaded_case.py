@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
@@ -46,5 +47,7 @@ def multiply_in_parts(linear: OffloadedLinear, x: Tensor, out: Tensor, share: fl
         linear.multiply_piece(piece, staged, room, x, out)
     host_rows = linear.host_rows - streamed_rows
     product = torch.full((len(x), host_rows), torch.nan, dtype=x.dtype)
-    linear.multiply_host(x, product, streamed_rows)
+    matrix = linear.host_matrix(streamed_rows)
+    if matrix is not None:
+        native.packed_linear(x, *matrix, product)
     out[:, linear.rows - host_rows :] = product
