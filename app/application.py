@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,31 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from neo_desktop.app.api.routes import create_api
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.engines.metrics import EngineCollector
-from neo_desktop.app.engines.service import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.errors import NoModelError, ServiceError
-from neo_desktop.app.live.feed import EngineFeed
+from neo_desktop.app.live import EngineFeed
 from neo_desktop.app.news import News
-from neo_desktop.app.page.selftest import SelfTest, reports_folder
-from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.selftest import SelfTest
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
-from neo_desktop.app.web.security import guarded
+from neo_desktop.app.web.security import AccessGuard
 from neo_desktop.app.web.warnings import Warnings
+
+
+@dataclass(frozen=True, slots=True)
+class PageServices:
+    """The services that the page shows and drives; `trouble` says why this computer's GPU cannot be used."""
+
+    host: ModelHost
+    news: News
+    chats: Chats
+    engine: EngineFeed
+    shelf: ModelShelf
+    selftest: SelfTest
+    data_folder: Path
+    trouble: str | None
 
 
 def create_app(
@@ -35,7 +48,6 @@ def create_app(
     allowed_hosts: Collection[str] = (),
     allowed_origins: Collection[str] = (),
     model_aliases: Collection[str] = (),
-    limits: ServerLimits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
     trouble: str | None = None,
@@ -43,12 +55,10 @@ def create_app(
     """Return the REST API; its start and end start and stop the service of the loaded model.
 
     Args:
-        host: not started yet.
         allowed_hosts: names, beside those of loopback, under which the server may be addressed.
         allowed_origins: sites whose pages may use the server, see `origins_pattern`.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
-        trouble: what keeps this computer's GPU from being used, for the page to show.
     """
     page = None
     if data_folder is not None:
@@ -59,7 +69,7 @@ def create_app(
             Chats(host, news, data_folder),
             EngineFeed(host),
             ModelShelf(host, loader, news),
-            SelfTest(news, reports_folder(data_folder)),
+            SelfTest(news, host, data_folder / "selftest"),
             data_folder,
             trouble,
         )
@@ -83,9 +93,11 @@ def create_app(
     app.state.page = page
     # A request passes the layer added last first.
     app.add_middleware(Warnings)
-    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
-    app.add_middleware(guarded, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
-    api = create_api(host, model_aliases=model_aliases)
+    app.add_middleware(ClientConnection)
+    app.add_middleware(
+        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
+    )
+    api = create_api(host, model_aliases)
     app.mount("/v1", api)
 
     @app.get("/openapi.json")

@@ -3,24 +3,32 @@
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_command import EXAMPLES, bench
 from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.models_command import models
 from neo_desktop.app.commands.options import ServerOptions, WorkerOptions
-from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
-from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import loading_bar, print_rows, stderr, stdout
-from neo_desktop.app.commands.usage import Program
+from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.words import error_text
 from neo_desktop.engine.options import BUILTIN, OPTIONS, EngineOptions
 
 DEFAULT_COMMAND = "chat"
+SIMULATE_EXAMPLES = """Examples:
+
+neo-desktop simulate --gpu rtx-3060
+
+neo-desktop simulate --gpu t4 --model llama-2-7b --input 400 --output 50 --requests 500
+
+neo-desktop simulate --gpu rtx-4090 --cpu-memory 128 --model llama-3.1-70b:Q4_K_M --json report.json
+"""
 _OF_MEASURE = (  # what the tables depend on, and no check
     "gpu_cache_tokens",
     "cpu_cache_tokens",
@@ -30,6 +38,49 @@ _OF_MEASURE = (  # what the tables depend on, and no check
     "cpu_memory_gib",
     "cpu_cache_dtype",
 )
+_UNITS = {
+    "GIB": "GiB",
+    "MIB": "MiB",
+    "MIN": "minutes",
+    "SECONDS": "seconds",
+    "S": "seconds",
+    "MS": "ms",
+    "SMS": "multiprocessors",
+}
+_BOUNDS = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "finite": "a finite number"}
+
+
+class Program(TyperGroup):
+    """The commands; wrong values of their options are explained in sentences instead of pydantic's."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message = _explained(error.__cause__, error.param)
+            raise
+
+
+def _explained(error: ValidationError, param: Any) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, given = first["type"], first["input"]
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        unit = _unit(param)
+        return f"{given} is out of range: give {words} {first['ctx'][key]:g}{f' {unit}' if unit else ''}"
+    wanted = _KINDS.get(kind.partition("_")[0])
+    if wanted is not None:
+        return f"{given!r} is not {wanted}"
+    return first["msg"].removeprefix("Value error, ").rstrip(".")
+
+
+def _unit(param: Any) -> str:
+    names = f"{param.name} {' '.join(param.opts)}"
+    if "tokens" in names:
+        return "tokens"
+    return "requests per second" if "--rate" in names else _UNITS.get(param.metavar or "", "")
 
 
 app = typer.Typer(
@@ -192,4 +243,27 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)
+@app.command(epilog=SIMULATE_EXAMPLES)
+@with_flags
+def simulate(
+    options: SimulationOptions,
+    json_file: opt.JsonFile = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Show the GPUs, hosts and models that can be named.")
+    ] = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
+    if show_list:
+        from neo_desktop.app.simulate.machine import PUBLISHED
+        from neo_desktop.engine.simulation.presets import GPUS, HOSTS
+
+        for flag, names in (("--gpu", list(GPUS)), ("--cpu", list(HOSTS)), ("--model", list(PUBLISHED))):
+            stdout.print(f"[bold]{flag}[/]: {', '.join(names)}", highlight=False)
+        return
+    from neo_desktop.app.simulate.run import run_simulation
+
+    with loading_bar("Simulating") as progress:
+        report = run_simulation(options, progress)
+    opt.write_json(json_file, report.to_json())
+    report.print(stdout)

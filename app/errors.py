@@ -72,23 +72,15 @@ class ServiceError(ApiError):
     """A request that the service could not take or could not finish."""
 
     http_status: ClassVar = 503
-    kind: ClassVar = "unavailable"  # `code` of all its errors
+    kind: ClassVar = "unavailable"  # `code` of errors without another
     health: ClassVar = "failed"  # the server's state while new requests meet this error
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, kind: str | None = None) -> None:
         headers = {"Retry-After": "1"} if self.http_status == 503 else None
-        super().__init__(self.http_status, message, code=self.kind, headers=headers)
-
-
-class ServiceBusyError(ServiceError):
-    """The queue is full; the same request may succeed later."""
-
-    kind = "queue_full"
+        super().__init__(self.http_status, message, code=kind or self.kind, headers=headers)
 
 
 class ServiceStoppedError(ServiceError):
-    """The service is stopping or has stopped."""
-
     kind = "shutting_down"
     health = "stopping"
 
@@ -106,21 +98,7 @@ class DeadEndError(EngineFailedError):
     kind = "grammar_dead_end"
 
 
-class RequestTimeoutError(ServiceError):
-    """The request took longer than the limit."""
-
-    kind = "timeout"
-
-
-class UnreadError(ServiceError):
-    """The client did not read its answer."""
-
-    kind = "unread"
-
-
 class NoModelError(ServiceError):
-    """No model is loaded at present."""
-
     kind = "no_model"
     health = "no model"
 

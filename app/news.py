@@ -40,10 +40,8 @@ CHATS, MODELS, SELFTEST, TOOLS = "chats", "models", "selftest", "tools"
 
 
 def chat_topic(chat_id: str) -> str:
-    """Topic of a chat's messages, settings and shown branch."""
     return f"chat {chat_id}"
 
 
 def text_topic(chat_id: str) -> str:
-    """Topic of the text that grows in a chat."""
     return f"text {chat_id}"

@@ -161,9 +161,16 @@ def stages_of(
     return Stages(decoder, operators, reduce, has_head=has_head)
 
 
-def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
+def random_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    form: WeightFormat = DENSE,
+) -> Decoder:
     """Return a decoder with norms of 1, other weights from normal(0, 0.02); the same per seed and device."""
-    decoder = Decoder(config, dtype=dtype, device=device)
+    decoder = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):
         values = torch.ones(weight.shape, dtype=dtype, device=device)

@@ -23,7 +23,7 @@ from benchmarks import device_limit, weights_on_gpu
 from benchmarks.shown import progress
 from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench.hardware import run_hardware
-from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.section import render_section
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
@@ -264,7 +264,7 @@ def run_tests() -> None:
 
 def measure_hardware(page: Page, device: str, shape: str) -> None:
     """Measure the hardware alone, then single iterations beside its limit."""
-    *_, hardware = run_hardware(HardwareOptions(seconds=15.0), progress)
+    *_, hardware = run_hardware(BenchOptions(), progress)
     stdout.print(render_section(hardware.section()), highlight=False)
     options = EngineOptions(device=device, shape=None if device == "cpu" else shape)
     batches, context = ((1, 8, LARGEST_BATCH), CONTEXT) if device == "cuda" else ((1, 4), 64)

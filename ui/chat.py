@@ -1,27 +1,29 @@
 """The chat view: questions and answers, and the box below them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from markupsafe import Markup
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.chats.messages import Chat, Message, NotFoundError, Settings, branch, used_tokens
 from neo_desktop.app.chats.tool_calls import DECISIONS
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.news import chat_topic, text_topic
-from neo_desktop.app.page.services import PageServices
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.ui.following import QUIET, is_read
 from neo_desktop.ui.html import panel, tag
-from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import offer_html
 from neo_desktop.ui.refusals import telling
 from neo_desktop.ui.rows import WINDOW, rows_of
 
+_numbers = itertools.count()
 FRAME_S = 1 / 15  # an answer is drawn at most this often
 LATEX: list[dict[str, str | bool]] = [
     {"left": "$$", "right": "$$", "display": True},
@@ -42,6 +44,22 @@ EXAMPLES = (
 )
 
 
+@dataclass(slots=True)
+class Look:
+    """The state of one open page, which its events share."""
+
+    chat_id: str | None = None
+    query: str = ""
+    window: int = WINDOW  # messages
+    message_ids: list[str] = field(default_factory=list)  # of the rows as drawn
+    deleted: tuple[str, str] | None = None  # id and title of the chat that can be restored
+    topic: str = field(default_factory=lambda: f"look {next(_numbers)}")  # told when any of this changes
+
+    def __deepcopy__(self, _: object) -> "Look":
+        """Return the look of another page: Gradio copies the first one for each session."""
+        return Look()
+
+
 def read_upload(path: str) -> bytes:
     """Return what an uploaded file holds. NotFoundError: another start of the program has removed it."""
     file = Path(path)
@@ -58,6 +76,7 @@ class ChatView:
         self.services = services
         self.chats = services.chats
         self.look = gr.State(Look())
+        is_builtin = services.host.name in (BUILTIN, BUILTIN_NAME)
         self.header = panel(elem_id="model-line")
         self.earlier = gr.Button("Earlier messages", visible=False, size="sm", elem_id="earlier")
         self.bot = gr.Chatbot(
@@ -72,7 +91,7 @@ class ChatView:
             feedback_options=None,
             group_consecutive_messages=True,
             placeholder="## What can I do for you?",
-            examples=[{"text": text} for text in self.example_texts()],
+            examples=[{"text": text} for text in (BUILTIN_EXAMPLES if is_builtin else EXAMPLES)],
         )
         self.foot = panel(elem_id="figures")
         self.box = gr.MultimodalTextbox(
@@ -89,13 +108,7 @@ class ChatView:
         self.tick = gr.Textbox(visible=False)  # differs where `draw` has something to do
         self.address = gr.Textbox(visible=False)  # the query of the page's address
 
-    def example_texts(self) -> tuple[str, ...]:
-        """Questions for the first page."""
-        is_builtin = self.services.host.name in (BUILTIN, BUILTIN_NAME)
-        return BUILTIN_EXAMPLES if is_builtin else EXAMPLES
-
     def connect(self) -> None:
-        """Let the events of the components have their effects."""
         inputs = [self.look]
         self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **QUIET)
         self.header.act(self.get_model, None, None, **QUIET)
@@ -135,7 +148,7 @@ class ChatView:
             ):
                 while not changed.is_set() and await is_read(request):
                     grown.clear()
-                    messages = [self.chats.present(message) for message in chat.messages]
+                    messages = list(map(self.chats.answers.present, chat.messages))
                     drawn = rows_of(messages, chat.leaf_id, look.window)
                     look.message_ids = drawn.message_ids
                     yield drawn.rows, gr.update(visible=drawn.num_hidden > 0)
@@ -145,7 +158,6 @@ class ChatView:
                     await grown.wait()
 
     async def send(self, value: dict[str, Any], look: Look) -> Any:
-        """Put the question in the box."""
         text, files = value.get("text") or "", value.get("files") or []
         if not text.strip() and not files:
             return gr.skip()
@@ -173,14 +185,12 @@ class ChatView:
         self.services.news.tell(look.topic)
 
     async def stop(self, look: Look) -> None:
-        """End the shown answer."""
         chat = await self.present(look)
         if chat is not None and chat.leaf_id is not None:
             with telling():
                 await self.chats.answers.stop(chat.leaf_id)
 
     async def retry(self, look: Look, event: gr.RetryData) -> None:
-        """Answer a question once more."""
         with telling():
             message = await self._message(look, event.index)
             if message.role == "user":  # the last one, without an answer after it in the rows
@@ -210,7 +220,6 @@ class ChatView:
                 await self.chats.change(look.chat_id, leaf_id=message_id)
 
     async def choose_example(self, look: Look, event: gr.SelectData) -> None:
-        """Ask an example's question."""
         with telling():
             await self.ask(look, str(event.value["text"]), [])
 
@@ -220,7 +229,6 @@ class ChatView:
             self.services.shelf.start_pull(event._data["name"], load=True)
 
     async def show_more(self, look: Look) -> None:
-        """Show earlier messages as well."""
         look.window += 3 * WINDOW
         self.services.news.tell(look.topic)
 
@@ -255,7 +263,7 @@ class ChatView:
                 state, text = "ready", f"{service.model_name} · {context}"
             except NoModelError:
                 state, text = "none", host.error or "No model is loaded: choose one"
-        told = [self.services.trouble, self.chats.notice, shelf.pull_error]
+        told = [self.services.trouble, self.chats.answers.notice, shelf.pull_error]
         if shelf.pulling is not None:
             told.append(f"Downloading {shelf.pulling.name} … {shelf.pulling.share:.0%}")
         is_offered = shelf.has_offer and shelf.pulling is None and look.chat_id is None

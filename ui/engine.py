@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from markupsafe import Markup
 
-from neo_desktop.app.live.feed import EngineState, EngineView
-from neo_desktop.app.live.words import notes
-from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.application import PageServices
+from neo_desktop.app.live import EngineState, EngineView, notes
 from neo_desktop.app.words import number
 from neo_desktop.engine.execute.timeline import busy_shares
 from neo_desktop.engine.kv.cache import PoolUsage
@@ -16,7 +15,7 @@ from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, prediction, timeline, total_ms
 from neo_desktop.ui.following import follow_panel
-from neo_desktop.ui.html import add_navigation, panel, tag
+from neo_desktop.ui.html import panel, tag
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
@@ -41,7 +40,6 @@ ABOUT = {
 
 def engine_view(services: PageServices) -> None:
     """Build the view; it asks the engine once a second while it is seen."""
-    add_navigation()
     shown = panel("<p>Asking the engine …</p>", elem_id="engine")
 
     async def follow() -> AsyncIterator[str]:

@@ -70,7 +70,6 @@ class PageGuard:
         self._num_streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it."""
         path = str(scope.get("path", ""))
         if scope["type"] != "http":
             return

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from gradio.components import Navbar
 from markupsafe import Markup, escape
 
 _SCRIPT = (Path(__file__).parent / "panel.js").read_text(encoding="utf-8")
@@ -44,11 +43,6 @@ def progress(title: str, share: float, what: str, *others: object) -> Markup:
     bar = tag("progress", max=1, value=round(share, 3), aria_label=title)
     parts = [tag("strong", title), bar, tag("span", f"{share:.0%}, {what}"), others]
     return tag("section", parts, class_="card", role="status")
-
-
-def add_navigation() -> None:
-    """Show the links to all views."""
-    Navbar(main_page_name="Chat")
 
 
 def panel(value: str = "", **options: Any) -> gr.HTML:

@@ -5,22 +5,21 @@ from collections.abc import Iterator
 import gradio as gr
 from markupsafe import Markup
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.news import MODELS
-from neo_desktop.app.page.services import PageServices
 from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.app.shelf.model_loader import Candidate
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.words import large_count, number, size
 from neo_desktop.ui.following import QUIET, follow_topic
-from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
+from neo_desktop.ui.html import button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 
 def models_view(services: PageServices) -> None:
     """Build the view."""
     shelf = services.shelf
-    add_navigation()
     shown = panel("<p>Looking for models …</p>", elem_id="models")
     with gr.Column(elem_classes="side-by-side"), gr.Group(elem_id="pull"):
         name = gr.Textbox(

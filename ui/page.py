@@ -15,18 +15,19 @@ os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
 
 import gradio as gr
 from fastapi import FastAPI
+from gradio.components import Navbar
+from gradio.events import api
 from starlette.routing import Mount
 
-from neo_desktop.app.news import CHATS, MODELS, TOOLS
-from neo_desktop.app.page.services import PageServices
-from neo_desktop.ui.api import add_api
-from neo_desktop.ui.chat import ChatView
+from neo_desktop.app.application import PageServices
+from neo_desktop.app.chats.messages import Settings
+from neo_desktop.app.news import CHATS, MODELS, TOOLS, chat_topic, text_topic
+from neo_desktop.ui.chat import ChatView, Look
 from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.following import is_read, while_seen
 from neo_desktop.ui.guard import PageGuard
-from neo_desktop.ui.html import add_navigation
-from neo_desktop.ui.look import Look
 from neo_desktop.ui.models import models_view
+from neo_desktop.ui.refusals import telling
 from neo_desktop.ui.selftest import selftest_view
 from neo_desktop.ui.settings import SettingsView
 from neo_desktop.ui.sidebar import Sidebar
@@ -102,18 +103,16 @@ def build(services: PageServices) -> gr.Blocks:
     ) as demo:
         chat_page(services)
     demo.max_threads = MAX_EVENTS
-    with demo.route("Engine", "/engine"):
-        engine_view(services)
-    with demo.route("Models", "/models"):
-        models_view(services)
-    with demo.route("Self-test", "/self-test"):
-        selftest_view(services)
+    for name, view in (("Engine", engine_view), ("Models", models_view), ("Self-test", selftest_view)):
+        with demo.route(name, f"/{name.lower()}"):
+            Navbar(main_page_name="Chat")
+            view(services)
     return demo
 
 
 def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
-    add_navigation()
+    Navbar(main_page_name="Chat")
     with gr.Sidebar(width=280, elem_id="sidebar"):
         left = gr.Column()
     with gr.Column(elem_id="chat"):
@@ -159,3 +158,36 @@ def chat_page(services: PageServices) -> None:
 
     outputs = [sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.components]
     while_seen(chat.header, follow, outputs, inputs=[chat.look, chat.address], js=READ_ADDRESS)
+
+
+def add_api(services: PageServices) -> None:
+    """Offer the functions `chat` and `models` to `gradio_client`."""
+    chats = services.chats
+
+    async def chat(message: str, chat_id: str = "") -> AsyncIterator[dict[str, str]]:
+        """Ask in a chat, "" for a new one; yields {"chat_id", "text", "thought", "state"} as it grows."""
+        with telling():
+            present = await (chats.chat(chat_id) if chat_id else chats.create(Settings()))
+            _, answer = await chats.answers.ask(present.entry.id, present.leaf_id, message)
+            with services.news.follow(text_topic(answer.chat_id), chat_topic(answer.chat_id)) as grown:
+                while True:
+                    grown.clear()
+                    now = chats.answers.present(answer)
+                    if now is answer and not grown.is_set():
+                        whole = await chats.chat(answer.chat_id)
+                        now = next(one for one in whole.messages if one.id == answer.id)
+                    yield {name: getattr(now, name) for name in ("chat_id", "text", "thought", "state")}
+                    if not now.is_live:
+                        return
+                    await grown.wait()
+
+    async def models() -> list[dict[str, object]]:
+        """Return the models on this computer; `name` is what `chat` loads with."""
+        await services.shelf.look()
+        return [
+            {"name": one.model.name, "runnable": one.refusal is None, "reason": one.refusal}
+            for one in services.shelf.models
+        ]
+
+    api(chat, api_name="chat")
+    api(models, api_name="models")

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.messages import NotFoundError, NotPossibleError
 from neo_desktop.app.errors import ApiError, ServiceError
-from neo_desktop.app.page.selftest import SelfTestError
+from neo_desktop.app.selftest import SelfTestError
 from neo_desktop.app.shelf.hosting import ShelfError
 from neo_desktop.engine.errors import SettingError
 

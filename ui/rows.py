@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from neo_desktop.app.chats.messages import Message, branch
-from neo_desktop.app.chats.rounds import CallState, Round, place_of
+from neo_desktop.app.chats.messages import CallState, Message, Round, branch, place_of
 from neo_desktop.app.chats.tool_calls import Decision
 
 MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch

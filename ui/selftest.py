@@ -6,18 +6,17 @@ from typing import Any
 import gradio as gr
 from markupsafe import Markup
 
+from neo_desktop.app.application import PageServices
 from neo_desktop.app.news import SELFTEST
-from neo_desktop.app.page.selftest import SUITES, SelfTest, SelfTestError
-from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.selftest import SUITES, SelfTest, SelfTestError
 from neo_desktop.ui.following import QUIET, follow_topic
-from neo_desktop.ui.html import add_navigation, button, panel, progress, tag
+from neo_desktop.ui.html import button, panel, progress, tag
 from neo_desktop.ui.refusals import telling
 
 
 def selftest_view(services: PageServices) -> None:
     """Build the view."""
     selftest = services.selftest
-    add_navigation()
     with gr.Column(elem_classes="side-by-side"):
         gr.Markdown(
             "# Self-test\nMeasures this computer: what it can run, how fast, and what offloading gains. "
@@ -31,7 +30,7 @@ def selftest_view(services: PageServices) -> None:
 
     async def begin(chosen: list[str]) -> None:
         with telling():
-            selftest.start(chosen, services.host)
+            selftest.start(chosen)
 
     async def act(event: gr.EventData) -> Any:
         asked: dict[str, str] = event._data

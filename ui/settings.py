@@ -1,19 +1,21 @@
-"""The settings of a chat: system prompt, and how tokens are drawn."""
+"""The settings of a chat: system prompt, MCP servers with their tools, and how tokens are drawn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
 from neo_desktop.app.chats.chats import check_settings
 from neo_desktop.app.chats.messages import Chat, NotPossibleError, Settings
+from neo_desktop.app.mcp.config import McpError
+from neo_desktop.app.mcp.servers import ServerState
 from neo_desktop.engine.errors import SettingError
-from neo_desktop.ui.chat import ChatView
+from neo_desktop.ui.chat import ChatView, Look
 from neo_desktop.ui.following import QUIET
-from neo_desktop.ui.look import Look
+from neo_desktop.ui.html import panel, tag
 from neo_desktop.ui.refusals import telling
-from neo_desktop.ui.tools import ToolsView
 
 # field, label, hint, whole numbers only
 NUMBERS = (
@@ -32,41 +34,39 @@ class SettingsView:
 
     def __init__(self, chat: ChatView) -> None:
         self._chat = chat
+        self._servers = chat.chats.servers
         gr.Markdown("### Settings\nThey hold for this chat, from the next answer on.")
-        self.prompt = gr.Textbox(label="System prompt", lines=4, placeholder="none", elem_id="system-prompt")
-        self.tools = ToolsView(chat, self._set)
-        self.numbers = [
+        prompt = gr.Textbox(label="System prompt", lines=4, placeholder="none", elem_id="system-prompt")
+        self.servers = gr.CheckboxGroup(
+            label="Tools of MCP servers",
+            info="The model may ask to use them. You allow each call.",
+            choices=[],
+            visible=False,
+            elem_id="mcp-servers",
+        )
+        self.states = panel(elem_id="mcp-states")
+        numbers = [
             gr.Number(label=label, info=hint, value=None, precision=0 if is_whole else None, elem_id=name)
             for name, label, hint, is_whole in NUMBERS
         ]
         self.reset = gr.Button("Reset to the model's own", size="sm")
-
-    @property
-    def components(self) -> list[Any]:
-        """The components that `shown` writes."""
-        return [*self.fields, *self.tools.components]
-
-    @property
-    def fields(self) -> list[Any]:
-        """The components that show settings, in the order of `values`."""
-        return [self.prompt, *self.numbers]
+        self.fields: list[Any] = [prompt, *numbers]  # in the order of `values`
+        self.components = [*self.fields, self.servers, self.states]  # that `shown` writes
 
     def connect(self) -> None:
-        """Let the events of the components have their effects."""
-        look, shown = self._chat.look, self.fields
-        left = [component.blur for component in shown]
+        look, fields = self._chat.look, self.fields
+        left = [component.blur for component in fields]
         # Gradio's default drops a field that is left while the one before is being kept.
-        gr.on(left, self.keep, [look, *shown], None, trigger_mode="always_last", **QUIET)
-        self.reset.click(self.clear, [look], shown, **QUIET)
-        self.tools.connect()
+        gr.on(left, self.keep, [look, *fields], None, trigger_mode="always_last", **QUIET)
+        self.reset.click(self.clear, [look], fields, **QUIET)
+        self.servers.input(self.choose, [look, self.servers], None, **QUIET)
 
     @staticmethod
     def values(settings: Settings) -> list[Any]:
-        """Return what the components show."""
+        """Return what the fields show."""
         return [settings.system_prompt or "", *(getattr(settings, name) for name, *_ in NUMBERS)]
 
     async def keep(self, look: Look, *values: Any) -> None:
-        """Write the settings down."""
         settings, refusals = applied(_settings(await self._chat.present(look)), values)
         await self._set(look, settings)
         if refusals:
@@ -77,6 +77,12 @@ class SettingsView:
         """Take the model's own settings."""
         await self._set(look, Settings(servers=_settings(await self._chat.present(look)).servers))
         return self.values(Settings())
+
+    async def choose(self, look: Look, servers: list[str]) -> None:
+        """Write down which servers the chat uses, and start those that are new."""
+        settings = _settings(await self._chat.present(look))
+        await self._set(look, replace(settings, servers=tuple(servers)))
+        self._servers.start_soon(set(servers) - set(settings.servers))
 
     async def _set(self, look: Look, settings: Settings) -> None:
         chat = await self._chat.present(look)
@@ -92,7 +98,18 @@ class SettingsView:
     def shown(self, chat: Chat | None) -> dict[Any, Any]:
         """Return what each component shows for a chat; a new chat has the model's own settings."""
         settings = _settings(chat)
-        return dict(zip(self.fields, self.values(settings), strict=True)) | self.tools.shown(settings)
+        try:
+            states, error = self._servers.states(), None
+        except McpError as reason:
+            states, error = [], str(reason)
+        names = list(dict.fromkeys([*(state.name for state in states), *settings.servers]))
+        boxes = gr.update(choices=names, value=list(settings.servers), visible=bool(names))
+        lines = [_line(state) for state in states if state.name in settings.servers]
+        file = tag("code", self._servers.file)
+        hint = tag("p", "To give the model tools, list MCP servers in ", file, class_="muted")
+        trouble = tag("p", _sentence(error), class_="error") if error else hint if not names else None
+        fields = dict(zip(self.fields, self.values(settings), strict=True))
+        return fields | {self.servers: boxes, self.states: tag("div", lines, trouble)}
 
 
 def applied(settings: Settings, values: Sequence[Any]) -> tuple[Settings, list[str]]:
@@ -113,3 +130,15 @@ def applied(settings: Settings, values: Sequence[Any]) -> tuple[Settings, list[s
 
 def _settings(chat: Chat | None) -> Settings:
     return Settings() if chat is None else chat.settings
+
+
+def _line(state: ServerState) -> Markup:
+    """Return a line about a server: its tools, or why it has none."""
+    if state.error is not None and not state.is_starting:
+        return tag("p", _sentence(state.error), class_="error")
+    what = "starting …" if state.is_starting else ", ".join(state.tools) or "starts with the next question"
+    return tag("p", tag("strong", f"{state.name} ({state.where})"), ": ", what, class_="muted")
+
+
+def _sentence(error: str) -> str:
+    return error[:1].upper() + error[1:]

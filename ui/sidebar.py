@@ -14,10 +14,9 @@ import gradio as gr
 from markupsafe import Markup
 
 from neo_desktop.app.chats.messages import ChatEntry, NotFoundError
-from neo_desktop.ui.chat import ChatView, read_upload
+from neo_desktop.ui.chat import ChatView, Look, read_upload
 from neo_desktop.ui.following import QUIET
 from neo_desktop.ui.html import button, panel, tag
-from neo_desktop.ui.look import Look
 from neo_desktop.ui.refusals import telling
 
 # A click on Gradio's own button saves what an earlier click has exported.
@@ -51,7 +50,6 @@ class Sidebar:
         self.file = gr.DownloadButton(visible=False)  # holds what was exported
 
     def connect(self) -> None:
-        """Let the events of the components have their effects."""
         look = self._chat.look
         self.new.click(self.start_chat, [look], None, **QUIET)
         self.list.act(self.act, [look], None, **QUIET)
@@ -65,7 +63,6 @@ class Sidebar:
         self.upload.upload(self.take_in, [self.upload, look], None, **QUIET)
 
     async def entries(self, look: Look) -> Markup:
-        """Return the present list."""
         entries = await self._chats.entries(look.query)
         parts: list[Markup] = []
         if look.deleted is not None:
@@ -113,7 +110,6 @@ class Sidebar:
                     self._chat.go(look, chat_id)
 
     async def start_chat(self, look: Look) -> None:
-        """Show an empty chat."""
         look.deleted = None
         self._chat.go(look, None)
 
@@ -123,7 +119,6 @@ class Sidebar:
         self._chat.services.news.tell(look.topic)
 
     async def rename(self, title: str, look: Look) -> None:
-        """Give the shown chat a title."""
         chat = await self._chat.present(look)
         if chat is not None and title.strip() and title.strip() != chat.entry.title:
             with telling():

@@ -124,7 +124,6 @@ class ChatCompletionRequest(GenerationRequest):
         return super().sampling_params(defaults, logprobs=logprobs, prediction=prediction, **more)
 
     def conversation(self, template: str | None) -> Conversation:
-        """The chat, for the model with this template."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
             reason = "and add_generation_prompt contradict each other: give one of them"

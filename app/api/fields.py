@@ -9,8 +9,8 @@ A field that a model declares does what its name says. Of the others, some are k
 Any other field is an error that names it.
 """
 
-import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -167,21 +167,15 @@ class Skipped(Model):
     type: str
 
 
+@dataclass(frozen=True, eq=False)
 class Tagged:
     """A union of models that their field `type` tells apart, and of texts that may stand in their place.
 
-    Args:
-        refused: other types, `*` stands for anything → the sentence that refuses them.
-        left_out: further ones, which become `Skipped` → the warning, without its subject.
+    Of other types, `*` stands for anything.
     """
 
-    def __init__(
-        self,
-        refused: Mapping[str, str] = types.MappingProxyType({}),
-        left_out: Mapping[str, str] = types.MappingProxyType({}),
-    ) -> None:
-        self.refused = refused
-        self.left_out = left_out
+    refused: Mapping[str, str] = field(default_factory=dict)  # type → the sentence that refuses it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # what becomes `Skipped` → the end of a warning
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         models = tagged_models(union)

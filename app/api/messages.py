@@ -61,7 +61,6 @@ class CountTokensRequest(Model):
     output_config: OutputConfig | None = None
 
     def conversation(self, template: str | None) -> Conversation:
-        """The chat, for the model with this template."""
         prompt = system_text(self.system)
         system = [{"role": "system", "content": prompt}] if prompt else []
         choice = self.tool_choice or Choice(type="auto")

@@ -72,7 +72,6 @@ def new_id(prefix: str) -> str:
 
 
 def usage_body(usage: TokensUsed) -> Json:
-    """The usage object of chats and completions."""
     accepted, rejected = usage.predicted
     return {
         "prompt_tokens": usage.num_prompt_tokens,

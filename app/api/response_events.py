@@ -17,8 +17,6 @@ from neo_desktop.models.tokenizer import Tokenizer
 
 
 class _Kind(NamedTuple):
-    """A kind of items."""
-
     prefix: str  # of ids
     text: str  # which grows, in the names of events
     field: str  # that holds the text

@@ -98,7 +98,6 @@ class ResponsesRequest(SampledRequest):
     def conversation_of(
         self, items: Sequence[Item], tools: ResponseTools, template: str | None
     ) -> Conversation:
-        """Return the continued conversation, for the model with this template."""
         messages = for_template(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -168,8 +167,6 @@ class ResponsesRequest(SampledRequest):
 
 
 class StoredResponse(NamedTuple):
-    """A response with the whole conversation that led to it."""
-
     body: Json
     items: Sequence[Item]  # from the conversation's beginning to this answer
 
@@ -199,7 +196,6 @@ class ResponseStore:
         return self._responses[response_id]
 
     def item(self, item_id: str) -> Item:
-        """Return an item of an answer by its id."""
         for response in reversed(self._responses.values()):
             for item in reversed(response.items):
                 if getattr(item, "id", None) == item_id:

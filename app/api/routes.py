@@ -1,5 +1,7 @@
 """The routes under /v1."""
 
+import asyncio
+import codecs
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -10,7 +12,8 @@ from typing import Annotated, Any, cast, get_type_hints
 from fastapi import Body, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from neo_desktop.app.api import chat, completions, embeddings, messages, responses
 from neo_desktop.app.api.fields import Json
@@ -19,33 +22,47 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web import errors
-from neo_desktop.app.web.body import parse
 from neo_desktop.engine.errors import SettingError
 
+_OTHER_FORMS = ("multipart/", "application/x-www-form-urlencoded", "application/xml", "text/xml")
+SHORT_BYTES = 16_384  # validated in less time than the way to a thread and back takes
 ANTHROPICS = "claude-*"  # names that Anthropic's programs ask for by themselves
 
 
-class ModelNames:
-    """The names under which requests may ask for the model that is loaded; `*` stands for any text."""
+def check_name(service: EngineService, name: str | None, aliases: Collection[str]) -> EngineService:
+    """Return the service if its model has this name; None names any model, `*` in an alias any text."""
+    is_alias = name is not None and any(fnmatchcase(name, alias) for alias in aliases)
+    if name is None or name == service.model_name or is_alias:
+        return service
+    shown = name[:100]
+    message = (
+        f"the model {shown!r} is not served here, but {service.model_name!r} is: ask for that one, or "
+        f"start the server with --model-alias {shlex.quote(shown)}"
+    )
+    raise ApiError(404, message, param="model", code="model_not_found")
 
-    def __init__(self, aliases: Collection[str]) -> None:
-        self._aliases = tuple(dict.fromkeys(aliases))
 
-    def of(self, service: EngineService) -> list[str]:
-        """The model's own name, and those aliases that are names."""
-        return list(dict.fromkeys([service.model_name, *(one for one in self._aliases if "*" not in one)]))
+async def parse(request: Request, schema: type[BaseModel]) -> BaseModel:
+    """Return the body of a request; none stands for an empty object."""
+    body = (await request.body()).removeprefix(codecs.BOM_UTF8) or b"{}"
+    content_type = request.headers.get("content-type", "").lower()
+    charset = content_type.partition("charset=")[2].partition(";")[0].strip(" \"'")
+    if charset not in ("", "utf-8", "utf8", "us-ascii", "ascii"):
+        raise ApiError(415, f"the body is said to be {charset[:40]!r}: send JSON in UTF-8")
 
-    def check(self, service: EngineService, name: str | None) -> EngineService:
-        """Return the service if this is its model's name; None names any model."""
-        is_alias = name is not None and any(fnmatchcase(name, alias) for alias in self._aliases)
-        if name is None or name == service.model_name or is_alias:
-            return service
-        shown = name[:100]
-        message = (
-            f"the model {shown!r} is not served here, but {service.model_name!r} is: ask for that one, or "
-            f"start the server with --model-alias {shlex.quote(shown)}"
-        )
-        raise ApiError(404, message, param="model", code="model_not_found")
+    def validated() -> BaseModel:
+        return schema.model_validate(from_json(body, allow_inf_nan=False))
+
+    try:
+        return validated() if len(body) <= SHORT_BYTES else await asyncio.to_thread(validated)
+    except ValidationError as error:
+        raise errors.from_validation(error) from None
+    except ValueError as error:
+        if content_type.startswith(_OTHER_FORMS):
+            kind = content_type.partition(";")[0]
+            message = f"the body is said to be {kind}: send JSON as application/json"
+            raise ApiError(415, message) from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class BodyRoute(APIRoute):
@@ -68,14 +85,8 @@ class BodyRoute(APIRoute):
 _STREAMED: Any = {200: {"content": {"text/event-stream": {}}}}
 
 
-def create_api(
-    host: ModelHost,
-    *,
-    model_aliases: Collection[str] = (),
-) -> FastAPI:
+def create_api(host: ModelHost, aliases: Collection[str]) -> FastAPI:
     """Return the app to mount at /v1: OpenAI's and Anthropic's API on the model that is loaded."""
-    names = ModelNames(model_aliases)
-    anthropics_names = ModelNames([*model_aliases, ANTHROPICS])
     app = FastAPI(
         title="neo-desktop",
         version=version("neo-desktop"),
@@ -101,11 +112,11 @@ def create_api(
         answer: Callable[[EngineService, Any], Awaitable[Response]],
         example: Json,
     ) -> None:
-        known = anthropics_names if path.startswith("/messages") else names
+        known = (*aliases, ANTHROPICS) if path.startswith("/messages") else aliases
 
         async def endpoint(body: Any) -> Response:
-            known.check(host.service, body.model)
-            return await answer(known.check(await host.ready(), body.model), body)
+            check_name(host.service, body.model, known)
+            return await answer(check_name(await host.ready(), body.model, known), body)
 
         schema, shown = get_type_hints(answer)["body"], cast("Any", {"example": {"value": example}})
         endpoint.__annotations__["body"] = Annotated[schema, Body(openapi_examples=shown)]
@@ -137,13 +148,16 @@ def create_api(
 
     @app.get("/models", summary="The model that is loaded")
     async def models() -> Response:
-        served = [host.service] if host.has_service else []
-        cards = [_model(service, name, created) for service in served for name in names.of(service)]
+        cards = []
+        if host.has_service:
+            plain = [name for name in aliases if "*" not in name]
+            names = dict.fromkeys([host.service.model_name, *plain])
+            cards = [_model(host.service, name, created) for name in names]
         return JSONResponse({"object": "list", "data": cards})
 
     @app.get("/models/{name:path}", summary="One model")
     async def one_model(name: str) -> Response:
-        return JSONResponse(_model(names.check(host.service, name), name, created))
+        return JSONResponse(_model(check_name(host.service, name, aliases), name, created))
 
     return app
 

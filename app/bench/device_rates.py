@@ -15,13 +15,8 @@ _MATRIX_BYTES = 4 + 2 + 2 + 2  # per element: random numbers, the same in two fo
 
 
 class Direction(StrEnum):
-    """A direction over the bus."""
-
     TO_DEVICE = "to device"
     TO_HOST = "to host"
-
-
-BOTH = (Direction.TO_DEVICE, Direction.TO_HOST)
 
 
 def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,12 +109,7 @@ class CudaTimer:
 
 
 class Rate:
-    """Work per second of one piece, repeated as often as the clock needs.
-
-    Args:
-        seconds_of: the seconds for a number of pieces.
-        work: of one piece.
-    """
+    """Work per second: `work` is that of one piece, `seconds_of` tells the seconds of some pieces."""
 
     def __init__(self, seconds_of: Callable[[int], float], work: float) -> None:
         self._seconds_of, self.work = seconds_of, work
@@ -134,7 +124,6 @@ class Rate:
         return self._seconds_of(self._times) / self._times
 
     def giga_per_s(self) -> float:
-        """In units of 1e9."""
         return self.work / self.seconds() / 1e9
 
 

@@ -15,7 +15,6 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.device_rates import (
-    BOTH,
     CudaTimer,
     Direction,
     Rate,
@@ -24,7 +23,7 @@ from neo_desktop.app.bench.device_rates import (
     read_rate,
 )
 from neo_desktop.app.bench.host_rates import Host, bytes_beyond_caches, native_dtypes
-from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.section import Section, Spread, Table
 from neo_desktop.app.bench.words import many, say
 from neo_desktop.app.words import binary_size
@@ -44,7 +43,7 @@ _OFFLOADS = {
 _WAYS = {
     "host to GPU": (Direction.TO_DEVICE,),
     "GPU to host": (Direction.TO_HOST,),
-    "both ways together": BOTH,
+    "both ways together": tuple(Direction),
 }
 
 
@@ -121,13 +120,14 @@ def rounds(work: list[Measurement], seconds: float, progress: Progress) -> Itera
         yield done
 
 
-def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
+def run_hardware(bench: BenchOptions, progress: Progress) -> Iterator[HardwareReport]:
     """Measure; yields the report again after each round of repetitions.
 
     Raises MemoryError where the host has no memory for it, and what `open_streams` raises.
     """
     progress(0.0, "taking memory")
-    streams = open_streams(choose_device("auto"), options.gpu_slice)
+    options = bench.hardware
+    streams = open_streams(choose_device("auto"), bench.gpu_slice)
     timer: CudaTimer | None = None
     sizes: tuple[int, ...] = ()
     if streams.device.type == "cuda":
@@ -172,7 +172,6 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
 
 
 def offload_of(streams: Streams, *, in_graph: bool) -> OffloadTimer:
-    """Return what measures hand-offs."""
     return OffloadTimer(streams.device, open_backend(streams), in_graph=in_graph)
 
 

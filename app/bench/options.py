@@ -32,7 +32,6 @@ class HardwareOptions:
     gpu_memory_bytes: int = GIB  # read on the GPU, within a quarter of what is free
     gpu_matrix_sizes: tuple[int, ...] = (1024, 2048, 4096, 8192)
     transfer_bytes: tuple[int, ...] = tuple(4 * KIB * 4**i for i in range(8))  # 4 KiB to 64 MiB
-    gpu_slice: int | None = None  # multiprocessors of the GPU; None: every one
     offload_bytes: tuple[int, ...] = (16 * KIB, 512 * KIB)  # about what 1 and 32 requests hand over
 
 

@@ -90,10 +90,6 @@ class Report:
             unsteady="" if is_steady else sentence,
         )
 
-    def machine_lines(self) -> tuple[str, ...]:
-        is_steady, sentence = self._steadiness()
-        return say("machine", report=self, steadiness=sentence if is_steady else "")
-
     def write_files(self, folder: Path) -> Path:
         """Write report.json and report.html; return the page."""
         (folder / "report.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -112,7 +108,9 @@ class Report:
         verdict: list[RenderableType] = [Text(f"\n{line}", style="bold") for line in self.headline()]
         if self.model_note:
             verdict.insert(len(verdict) if is_page else 0, Text(f"\n{self.model_note}", style="dim"))
-        details: list[RenderableType] = [Text(line, style="dim") for line in self.machine_lines()]
+        is_steady, sentence = self._steadiness()
+        machine = say("machine", report=self, steadiness=sentence if is_steady else "")
+        details: list[RenderableType] = [Text(line, style="dim") for line in machine]
         # Of a whole self-test, the terminal shows the figures alone.
         has_notes = is_page or len(self.suites) == 1
         details += [render_section(suite.section(), notes=has_notes) for suite in self.suites]

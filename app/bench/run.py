@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import datetime
 
 import torch
@@ -23,13 +22,8 @@ from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.unused_memory import return_memory
 from neo_desktop.models.shapes import shape
 
-
-def _hardware(options: BenchOptions, progress: Progress) -> Iterator[AnySuiteReport]:
-    return run_hardware(replace(options.hardware, gpu_slice=options.gpu_slice), progress)
-
-
 SUITES: dict[str, Callable[[BenchOptions, Progress], Iterator[AnySuiteReport]]] = {
-    "hardware": _hardware,
+    "hardware": run_hardware,
     "throughput": run_throughput,
     "load": run_load,
 }

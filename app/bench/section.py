@@ -1,7 +1,7 @@
 """The text and tables of a suite."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Self
@@ -97,13 +97,9 @@ class Spread:
     samples: int
 
     @classmethod
-    def of(cls, samples: Iterable[float]) -> Self:
-        """Summarise repetitions. Raises ValueError where there are none."""
-        values = list(samples)
-        if not values:
-            raise ValueError("there are no samples to summarise")
-        median, p10, p90 = np.quantile(values, (0.5, 0.1, 0.9)).tolist()
-        return cls(median, p10, p90, len(values))
+    def of(cls, samples: Sequence[float]) -> Self:
+        median, p10, p90 = np.quantile(samples, (0.5, 0.1, 0.9)).tolist()
+        return cls(median, p10, p90, len(samples))
 
     def __str__(self) -> str:
         return f"{number(self.median)} ({number(self.p10)} - {number(self.p90)})"

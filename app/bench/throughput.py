@@ -185,21 +185,20 @@ def run_throughput(options: BenchOptions, progress: Progress) -> Iterator[Throug
             policy.engine.close()
 
 
+@dataclass
 class _Suite:
     """The policies, which use the same memory, one after the other, and their requests."""
 
-    def __init__(
-        self,
-        options: BenchOptions,
-        parts: EngineParts,
-        tables: TableCostModel,
-        names: Sequence[str],
-        workload: Workload,
-    ) -> None:
-        self.options, self.parts, self.tables, self.workload = options, parts, tables, workload
-        self.vocab_size = parts.model.config.vocab_size
-        self.policies = [self._policy(name) for name in names]
-        self.num_runs = (options.repeats + 1) * len(names)
+    options: BenchOptions
+    parts: EngineParts
+    tables: TableCostModel
+    names: Sequence[str]
+    workload: Workload
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.parts.model.config.vocab_size
+        self.policies = [self._policy(name) for name in self.names]
+        self.num_runs = (self.options.repeats + 1) * len(self.names)
 
     def _policy(self, name: str) -> _Policy:
         own_blocks = {tier: self.parts.num_blocks[tier] for tier in get_policy(name).tiers}

@@ -15,12 +15,13 @@ from neo_desktop.app.chats.attachments import check_length
 from neo_desktop.app.chats.database import FunctionThread, StoreError
 from neo_desktop.app.chats.messages import Message, NotFoundError, NotPossibleError, Settings, State, to_send
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.chats.tool_calls import MAX_ROUNDS, ToolCalls, for_model
+from neo_desktop.app.chats.tool_calls import MAX_ROUNDS, ToolCalls
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.generate import outputs
 from neo_desktop.app.generate.conversation import Begun, Conversation
+from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.mcp.config import McpError
 from neo_desktop.app.mcp.servers import McpServers
 from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
@@ -184,7 +185,7 @@ class Answers:
         earlier = [one for round_ in growing.message.rounds for one in round_.messages()]
         conversation = Conversation(
             [*to_send(way, settings), *earlier],
-            tools=for_model(tools),
+            tools=[Tool(name, tool.description, tool.parameters) for name, tool in tools.items()],
             begun=Begun(message.thought, message.text),
         )
         # What the chat does not set is the model's own.

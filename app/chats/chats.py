@@ -10,7 +10,7 @@ from neo_desktop.app.chats import transfer
 from neo_desktop.app.chats.answers import Answers
 from neo_desktop.app.chats.attachments import MAX_PDF_READERS, check_length, read_file
 from neo_desktop.app.chats.database import FunctionThread
-from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
+from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Settings
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.errors import NoModelError
 from neo_desktop.app.mcp.servers import McpServers
@@ -38,10 +38,6 @@ class Chats:
         self.servers = McpServers(folder, news)
         self.answers = Answers(host, self._store, self._worker, news, self.servers)
 
-    @property
-    def notice(self) -> str | None:
-        return self.answers.notice
-
     async def close(self) -> None:
         await self.answers.close()
         await self.servers.close()
@@ -49,18 +45,13 @@ class Chats:
         self._worker.close()
 
     async def entries(self, query: str = "") -> list[ChatEntry]:
-        """All chats, the newest first; see `ChatStore.entries`."""
         return await self._worker(self._store.entries, query)
 
     async def chat(self, chat_id: str) -> Chat:
         chat = await self._worker(self._store.chat, chat_id)
-        return replace(chat, messages=tuple(self.present(message) for message in chat.messages))
-
-    def present(self, message: Message) -> Message:
-        return self.answers.present(message)
+        return replace(chat, messages=tuple(map(self.answers.present, chat.messages)))
 
     async def version(self) -> int:
-        """Another number when another process has changed the file."""
         return await self._worker(self._store.version)
 
     async def create(self, settings: Settings) -> Chat:

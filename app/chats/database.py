@@ -69,7 +69,7 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
     try:
         return _connect(file), None
     except sqlite3.DatabaseError as error:
-        if not _is_damage(error):
+        if _code(error) not in _DAMAGED:
             raise StoreError(explain(error, file)) from error
     aside = _put_aside(file)
     notice = f"The file of your chats was damaged. It has been renamed to {aside}, and a new one was begun."
@@ -82,10 +82,6 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
 
 _IN_USE = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-class _DamagedError(sqlite3.DatabaseError):
-    """SQLite can read the file, and finds it damaged."""
 
 
 def _code(error: sqlite3.Error) -> int:
@@ -101,7 +97,7 @@ def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") ->
         return f"{file} is in use by another program for a long time: end that program"
     if code == sqlite3.SQLITE_READONLY:
         return f"{file} may not be written: change its permissions"
-    if _is_damage(error):
+    if code in _DAMAGED:
         return f"{file} is damaged: start neo-desktop anew, which puts the file aside"
     return f"{file} cannot be used: {error}"
 
@@ -125,7 +121,9 @@ def _connect(file: Path) -> sqlite3.Connection:
     try:
         _set_up(connection)
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-            raise _DamagedError("its pages are damaged")
+            damage = sqlite3.DatabaseError("its pages are damaged")
+            damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise damage
     except BaseException:
         connection.close()
         raise
@@ -161,10 +159,6 @@ def _set_up(connection: sqlite3.Connection) -> None:
             connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
-    return isinstance(error, _DamagedError) or _code(error) in _DAMAGED
-
-
 def _put_aside(file: Path) -> Path:
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
     aside = file.with_name(f"{file.stem}-damaged-{stamp}{file.suffix}")
@@ -181,7 +175,6 @@ class FunctionThread:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function there; what it raises is raised here."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 

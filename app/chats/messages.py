@@ -11,16 +11,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from neo_desktop.app.chats.bounds import Count, FileText, Int64, Name, Number, Text, Time, Title
-from neo_desktop.app.chats.rounds import Round
+from neo_desktop.app.generate.history import arguments_of, function_call
 from neo_desktop.app.generate.images import image_part, joined, text_part
 
 SHORT_TITLE_CHARS = 60  # of one that is made
+
+# Types of fields, with the bounds that files must keep when they are read in.
+Name = Annotated[str, Field(max_length=1000)]
+Title = Annotated[str, Field(max_length=10_000)]
+Text = Annotated[str, Field(max_length=8_000_000)]
+FileText = Annotated[str, Field(max_length=30_000_000)]  # an image takes more than a text
+Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # in seconds since 1970
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 Role = Literal["user", "assistant"]
 State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
 Kind = Literal["text", "pdf", "image"]
+CallState = Literal["open", "asked", "running", "done", "failed", "refused"]
+
+NOT_RUN = "The tool was not run."
+INTERRUPTED = "The call was interrupted: the tool may have run. Ask the user before you repeat it."
 
 MAX_MESSAGES = 20_000  # of a chat
 LIVE: tuple[State, ...] = ("waiting", "streaming")  # an answer that is being written
@@ -34,13 +47,6 @@ class NotPossibleError(ValueError):
     """A request that makes no sense for this message; the text says why."""
 
 
-class BeingAnsweredError(NotPossibleError):
-    """An answer that is still being written cannot be followed or continued yet."""
-
-    def __init__(self) -> None:
-        super().__init__("the answer is still being written: wait for its end, or stop it")
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Figures of an answer; None: not known (yet)."""
@@ -52,13 +58,6 @@ class Figures:
     finish_reason: Annotated[str, Field(max_length=100)] | None = None
     model: Name | None = None
 
-    @property
-    def num_tokens(self) -> int | None:
-        """Tokens of prompt and answer, as the engine counted them."""
-        if self.prompt_tokens is None or self.output_tokens is None:
-            return None
-        return self.prompt_tokens + self.output_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
@@ -66,6 +65,47 @@ class Attachment:
     name: Title
     kind: Kind
     text: FileText = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool.
+
+    "asked": it waits for the user's permission; "running" in an answer at rest: it was interrupted.
+    """
+
+    id: Name
+    name: Name  # in the model's words
+    arguments: Text = field(repr=False)  # JSON
+    server: Name = ""  # empty: no server has this tool
+    result: Text | None = field(default=None, repr=False)  # None: it has not ended
+    state: CallState = "open"
+
+    @property
+    def told(self) -> str:
+        """The result as the model reads it."""
+        if self.result is not None:
+            return self.result
+        return INTERRUPTED if self.state == "running" else NOT_RUN
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A text of the model that ends with calls, and the calls."""
+
+    calls: Annotated[tuple[ToolCall, ...], Field(max_length=1000)]
+    text: Text = field(default="", repr=False)
+    thought: Text = field(default="", repr=False)
+    thought_s: Number | None = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the round as chat templates expect it: a message with calls, and one per result."""
+        calls = [function_call(call.id, call.name, arguments_of(call.arguments)) for call in self.calls]
+        said = {"role": "assistant", "content": self.text.strip(), "tool_calls": calls}
+        if self.thought:
+            said["reasoning_content"] = self.thought
+        results = [{"role": "tool", "tool_call_id": call.id, "content": call.told} for call in self.calls]
+        return [said, *results]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +130,17 @@ class Message:
     def is_live(self) -> bool:
         return self.state in LIVE
 
-    def prompt_text(self) -> str:
-        """The text for the model: the attached files, then the question."""
-        files = [
-            f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n"
-            for one in self.attachments
-            if one.kind != "image"
-        ]
-        return "".join(files) + self.text
-
     def prompt_content(self) -> str | list[dict[str, Any]]:
-        """The content for the model: images, then the text. ValueError: an imported image is not base64."""
-        images = [
-            image_part(base64.b64decode(one.text, validate=True))
-            for one in self.attachments
-            if one.kind == "image"
-        ]
-        text = self.prompt_text()
-        return joined([*images, *([text_part(text)] if text else [])])
+        """The content for the model: images, files, the question. ValueError: an image is not base64."""
+        parts: list[dict[str, Any]] = []
+        text = ""
+        for one in self.attachments:
+            if one.kind == "image":
+                parts.append(image_part(base64.b64decode(one.text, validate=True)))
+            else:
+                text += f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n"
+        text += self.text
+        return joined([*parts, text_part(text)] if text else parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +185,11 @@ class Chat:
     messages: Annotated[tuple[Message, ...], Field(max_length=MAX_MESSAGES)]
 
 
+def place_of(round_number: int, call_number: int) -> str:
+    """Return a word for the place of a call in its answer."""
+    return f"{round_number}.{call_number}"
+
+
 def branch(messages: dict[str, Message], leaf_id: str | None) -> list[Message]:
     way: list[Message] = []
     while leaf_id is not None:
@@ -171,8 +209,10 @@ def newest_leaf(messages: dict[str, Message], message_id: str) -> str:
 
 def used_tokens(way: list[Message]) -> int:
     """Count the tokens of a branch: its last answer's prompt and output; 0 without an answer."""
-    counted = [message.figures.num_tokens for message in way if message.figures is not None]
-    return next((count for count in reversed(counted) if count is not None), 0)
+    for figures in (message.figures for message in reversed(way)):
+        if figures is not None and figures.prompt_tokens is not None and figures.output_tokens is not None:
+            return figures.prompt_tokens + figures.output_tokens
+    return 0
 
 
 def to_send(way: list[Message], settings: Settings) -> list[dict[str, Any]]:

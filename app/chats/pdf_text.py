@@ -14,7 +14,9 @@ CPU_S = 30
 
 def main() -> None:
     """Print {"text"} or {"error"}; a limit may end the program without a word."""
-    _limit()
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     from pypdf import PdfReader  # noqa: PLC0415 - what it takes counts
     from pypdf.errors import PyPdfError  # noqa: PLC0415
 
@@ -36,12 +38,6 @@ def main() -> None:
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         answer = {"error": f"cannot be read as a PDF ({error or type(error).__name__}): attach its text"}
     json.dump(answer, sys.stdout)
-
-
-def _limit() -> None:
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
 
 
 if __name__ == "__main__":

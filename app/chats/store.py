@@ -1,5 +1,6 @@
 """All chats in one SQLite file. Every method is one short transaction, not for the event loop's thread."""
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -7,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import TypeAdapter
 
 from neo_desktop.app.chats.database import open_database, transaction
 from neo_desktop.app.chats.messages import (
     Attachment,
-    BeingAnsweredError,
     Chat,
     ChatEntry,
     Figures,
@@ -20,16 +21,17 @@ from neo_desktop.app.chats.messages import (
     Message,
     NotFoundError,
     NotPossibleError,
+    Round,
     Settings,
     branch,
     make_title,
     newest_leaf,
 )
-from neo_desktop.app.chats.processes import is_alive, this_process
-from neo_desktop.app.chats.rounds import Round
 
+BEING_WRITTEN = "the answer is still being written: wait for its end, or stop it"
 DELETED_FOR_S = 24 * 3600  # a deleted chat can be restored for at least this long
 SNIPPET_CHARS = 80
+CLOCK_TOLERANCE_S = 5.0  # processes report slightly different start times
 # Columns that hold JSON.
 _SETTINGS = TypeAdapter(Settings)
 _FIGURES = TypeAdapter(Figures | None)
@@ -44,6 +46,22 @@ _COLUMNS = (
 _GROWING = ("text", "thought", "thought_s", "state", "error", "rounds", "figures", "server")
 _BRANCH = """id IN (WITH RECURSIVE way(id) AS (VALUES (?) UNION ALL
     SELECT parent_id FROM messages JOIN way USING (id) WHERE parent_id IS NOT NULL) SELECT id FROM way)"""
+
+
+def this_process() -> str:
+    """Return a unique name of this process: its number and start time."""
+    return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
+
+
+def is_alive(owner: str) -> bool:
+    """Return True if the process with that name still runs."""
+    pid, _, start_s = owner.partition("@")
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(start_s)) < CLOCK_TOLERANCE_S
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+    except psutil.AccessDenied:
+        return True  # the process exists, and its start time is unknown
 
 
 class ChatStore:
@@ -181,7 +199,7 @@ class ChatStore:
                 if parent.role != "assistant":
                     raise NotPossibleError("parent_id must be an answer's: a question follows an answer")
                 if parent.is_live:
-                    raise BeingAnsweredError
+                    raise NotPossibleError(BEING_WRITTEN)
             files = tuple(self._attachment(one) for one in attachment_ids)
             question = Message(new_id(), chat_id, parent_id, "user", time.time(), text, attachments=files)
             self._insert(question)
@@ -201,7 +219,7 @@ class ChatStore:
         with transaction(self._connection):
             answer = self._answer(answer_id)
             if answer.is_live:
-                raise BeingAnsweredError
+                raise NotPossibleError(BEING_WRITTEN)
             answer = replace(answer, state="waiting", error=None)
             self._update(answer)
             return answer

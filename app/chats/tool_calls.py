@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from neo_desktop.app.chats.messages import NotPossibleError
-from neo_desktop.app.chats.rounds import place_of
+from neo_desktop.app.chats.messages import NotPossibleError, place_of
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.generate.history import arguments_of
-from neo_desktop.app.generate.tools import Tool
 from neo_desktop.app.mcp.config import McpError
 from neo_desktop.app.mcp.servers import McpServers
 
@@ -40,8 +38,6 @@ class ToolCalls:
 
     async def tools(self, servers: Sequence[str]) -> "dict[str, ServerTool]":
         """Return the tools of servers by the names for the model, unlike each other. McpError."""
-        if not servers:
-            return {}
         tools = await self._servers.tools(servers)
         names = Counter(tool.name for tool in tools)
         found: dict[str, ServerTool] = {}
@@ -116,11 +112,6 @@ class ToolCalls:
         if decision == "always":
             self._allowed.add(permission)
         return decision != "refuse"
-
-
-def for_model(tools: "Mapping[str, ServerTool]") -> list[Tool]:
-    """Return the tools as a conversation takes them."""
-    return [Tool(name, tool.description, tool.parameters) for name, tool in tools.items()]
 
 
 def cut(text: str, max_chars: int) -> str:

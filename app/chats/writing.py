@@ -4,8 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from neo_desktop.app.chats.messages import Figures, Message, State
-from neo_desktop.app.chats.rounds import CallState, Round, ToolCall
+from neo_desktop.app.chats.messages import CallState, Figures, Message, Round, State, ToolCall
 from neo_desktop.app.generate.calls import Piece, Thought
 from neo_desktop.app.generate.outputs import Answer, Outputs, Step
 

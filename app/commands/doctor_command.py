@@ -28,18 +28,14 @@ _COLOURS = {Result.OK: "green", Result.NO_MEMORY: "yellow"}  # others: red
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """The result of the checks, of now or before."""
-
     verdict: Verdict
     is_kept: bool  # from before
 
     @property
     def is_well(self) -> bool:
-        """True if nothing failed."""
         return not self.verdict.failed
 
     def print(self, console: Console) -> None:
-        """Print a table of the checks, and what follows."""
         if (trouble := why_unusable()) is not None:
             console.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
         key = self.verdict.key
@@ -112,11 +108,7 @@ def _what(mechanism: str, level: str) -> str:
 def run_doctor(
     subject: Subject, *, refresh: bool, progress: Callable[[str], object], child: Sequence[str] = CHILD
 ) -> DoctorReport:
-    """Check this computer, or find what was found before.
-
-    Args:
-        refresh: check in any case.
-        progress: gets the titles of checks.
+    """Check this computer, or find what was found before; `progress` gets the titles of checks.
 
     Raises ValueError, ModelError: the model cannot be loaded.
     """

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -16,14 +16,11 @@ _NAMES = re.compile(
 WIDEST_CHOICES = 18  # characters: the column of `--help` would cut more
 
 
-@dataclass(frozen=True)
 class Without:
     """Fields of a group that a command does not offer: `Annotated[EngineOptions, Without("policy")]`."""
 
-    names: tuple[str, ...]
-
     def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", names)
+        self.names = names
 
 
 def flag(option: Option, kind: Any) -> Any:

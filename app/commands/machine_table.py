@@ -7,7 +7,6 @@ from neo_desktop.engine.profiling.hardware import Gpu, MachineInfo
 
 
 def machine_rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
-    """Yield hardware, versions and paths."""
     yield "CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)"
     caches = machine.caches
     sizes = (("L1d", caches.l1d_bytes), ("L2", caches.l2_bytes), ("L3", caches.l3_bytes))

@@ -177,8 +177,6 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """An attention worker."""
-
     listen: Annotated[
         str,
         typer.Option(

@@ -5,7 +5,6 @@ import os
 import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 
 from rich.markup import escape
 
@@ -13,12 +12,10 @@ from neo_desktop.app.application import create_app
 from neo_desktop.app.commands.options import ServerOptions
 from neo_desktop.app.commands.terminal import loading_bar, stderr, stdout
 from neo_desktop.app.data_folder import data_folder
-from neo_desktop.app.engines.service import EngineService, ServerLimits
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.web.addresses import urls
-from neo_desktop.app.web.server import claim_port, serve
+from neo_desktop.app.web.server import claim_port, serve, urls
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.options import EngineOptions
 
@@ -35,11 +32,10 @@ def run_server(options: ServerOptions, *, with_page: bool = False, open_browser:
         trouble = None if options.engine.device == "cpu" else why_unusable()
         if trouble is not None:
             stdout.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
-        limits = ServerLimits(request_timeout_s=options.request_timeout)
         loader = ModelLoader(
             Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
             options.engine,
-            partial(EngineService, limits=limits),
+            request_timeout_s=options.request_timeout,
             process=options.engine_process,
             backend=options.backend,
         )

@@ -25,7 +25,6 @@ def loading_bar(what: str) -> Iterator[Callable[[float, str], None]]:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print labels, and texts beside them."""
     table = Table.grid(padding=(0, 1))
     for label, text in rows:
         table.add_row(label, Text(text))

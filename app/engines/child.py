@@ -1,10 +1,4 @@
-"""The engine's process: loads a model, then runs the engine's loop between two pipes.
-
-    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, and the child ends
-    stdout  events, log messages
-
-Prints go to stderr in place of both.
-"""
+"""The engine's process: loads a model, then runs the engine's loop between two pipes; prints go to stderr."""
 
 import faulthandler
 import gc
@@ -50,7 +44,7 @@ def main() -> None:
     for mechanism, level, reason in beginning.limits:
         fallbacks.limit(mechanism, level, reason)
     logging.disable(logging.NOTSET)
-    handler = _PipeHandler(writer)  # type: ignore[arg-type]  # a writer serves as its queue
+    handler = logging.handlers.QueueHandler(writer)  # type: ignore[arg-type]  # the parent prints its records
     logging.basicConfig(level=beginning.log_level, format="%(message)s", handlers=[handler], force=True)
     _run(frames, writer)
 
@@ -89,7 +83,7 @@ def _run(frames: Iterator[Any], writer: "_Events") -> None:
 def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
     try:
         for command in frames:
-            ready.result().take(command)
+            ready.result().send(command)
     finally:
         # The parent is gone, killed perhaps. Its successor may be waiting for the memory.
         os._exit(FAILED_STATUS)
@@ -104,9 +98,4 @@ class _Events(FrameWriter):
         except OSError:
             os._exit(FAILED_STATUS)
 
-
-class _PipeHandler(logging.handlers.QueueHandler):
-    """Sends log messages to the parent, which prints them as its own."""
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.queue.put(record)  # type: ignore[attr-defined]  # a writer
+    put_nowait = put  # which handlers of log records call

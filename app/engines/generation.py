@@ -22,19 +22,15 @@ class Generation:
     def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
         self.request_ids = tuple(request_ids)
         self.n = n
+        self.choices = set(itertools.product(self.request_ids, range(n)))  # its outputs: (request_id, choice)
         self.prompt_token_ids: Sequence[Sequence[int]] = ()  # by prompt, after preparation
         self.failure: errors.ServiceError | None = None  # why the rest will not come
         self.arrived_s = time.monotonic()
         self.first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) → when its first token came
         self._close = close
-        self._num_open = len(self.request_ids) * n
+        self._num_open = len(self.choices)
         self._timer: asyncio.TimerHandle | None = None
         self._arrived: asyncio.Queue[RequestOutput | errors.ServiceError] = asyncio.Queue()
-
-    @property
-    def choices(self) -> set[tuple[str, int]]:
-        """Its outputs: (request_id, choice)."""
-        return set(itertools.product(self.request_ids, range(self.n)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,11 +61,12 @@ class Generation:
     def put(self, output: RequestOutput) -> None:
         self._arrived.put_nowait(output)
         if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
-            self.give_up(errors.UnreadError("the answer was not read for too long"))
+            self.give_up(errors.ServiceError("the answer was not read for too long", "unread"))
 
     def limit_time(self, seconds: float) -> None:
         """Give up what has not ended by then."""
-        reason = errors.RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
+        message = f"the request took more than {seconds:g} s, which is the limit"
+        reason = errors.ServiceError(message, "timeout")
         self._timer = asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
 
     def give_up(self, reason: errors.ServiceError) -> None:

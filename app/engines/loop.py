@@ -1,6 +1,6 @@
 """The loop that owns an engine: commands in, steps while requests exist, events out.
 
-    take(command) ──→ inbox ──→  while it has work:   engine.collect()     the iteration under way.
+    send(command) ──→ inbox ──→  while it has work:   engine.collect()     the iteration under way.
       any thread                                      run the commands
                                                       engine.launch()      the next one.
                        emit() ←─ one list of events per iteration, one per batch of commands
@@ -41,7 +41,7 @@ class EngineLoop:
         self._helpers = ThreadPoolExecutor(MAX_HELPERS, "helper")
         engine.watch(lambda: self._inbox.put(msg.Check()))
 
-    def take(self, command: msg.Command) -> None:
+    def send(self, command: msg.Command) -> None:
         """Have a command carried out; any thread may ask."""
         if not isinstance(command, msg.Compile | msg.See):
             self._inbox.put(command)
@@ -132,38 +132,29 @@ class EngineLoop:
         self._emit([msg.Answered(command.ticket, value, error)])
 
 
-class EngineThread:
+class EngineThread(EngineLoop):
     """A way to an engine that belongs to a thread, from `start` to the thread's end; see `EngineProcess`."""
 
     is_process = False
     timeout_s: float | None = None  # it could not be ended anyway
 
     def __init__(self, engine: msg.ServedEngine) -> None:
+        super().__init__(engine, lambda events: None)  # until `start`
         self.facts = msg.EngineFacts.of(engine)
-        self._engine = engine
-        self._loop: EngineLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
 
     def start(self, receive: msg.Receiver) -> None:
-        self._loop = EngineLoop(self._engine, receive)
-        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._emit = receive
         self._thread.start()
-
-    def send(self, command: msg.Command) -> None:
-        assert self._loop is not None
-        self._loop.take(command)
 
     def kill(self, reason: str) -> None:
         """A thread cannot be ended: does nothing."""
 
     def close(self) -> None:
-        if self._thread is not None:
-            assert self._loop is not None
-            if self._loop.is_over:
-                self._thread.join()
-            if self._thread.is_alive():
-                return
-        self._engine.close()
+        if self.is_over:
+            self._thread.join()
+        if not self._thread.is_alive():
+            self._engine.close()
 
 
 def _ended(error: Exception) -> str:

@@ -16,7 +16,7 @@ TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class ServiceMetrics:
-    """Results of one model's requests; all methods but `iteration` belong to the event loop."""
+    """Results of one model's requests. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -31,7 +31,7 @@ class ServiceMetrics:
         self._per_token_s = histogram(
             "time_per_output_token_seconds", "Of an output, without its first token", TPOT_S
         )
-        self._iteration_s = histogram(
+        self.iteration_s = histogram(
             "iteration_seconds", "Of the engine, from one iteration's results to the next one's", TPOT_S
         )
         self._finished = Counter(
@@ -51,10 +51,6 @@ class ServiceMetrics:
             self._finished.labels(output.finish_reason.value).inc()
             if output.num_output_tokens > 1:
                 self._per_token_s.observe((now_s - first_s) / (output.num_output_tokens - 1))
-
-    def iteration(self, seconds: float) -> None:
-        """Note the time of an iteration, from the engine's thread."""
-        self._iteration_s.observe(seconds)
 
 
 class EngineCollector(Collector):

@@ -53,6 +53,7 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for this process, which tells the child
         )
+        self.pid = self._process.pid
         self._kill_reason: str | None = None
         self._is_over = threading.Event()  # the loop in the child has ended
         self._lock = threading.Lock()
@@ -88,10 +89,6 @@ class EngineProcess:
         return process
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def timeout_s(self) -> float | None:
         """Seconds of silence with work until it counts as hung; None: no limit."""
         return TIMEOUT_S[self.facts.stats.device]
@@ -112,7 +109,7 @@ class EngineProcess:
         self._kill_reason = self._kill_reason or reason
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
-                os.killpg(self._process.pid, signal.SIGKILL)  # its group, with all that it started
+                os.killpg(self.pid, signal.SIGKILL)  # its group, with all that it started
 
     def close(self) -> None:
         """Free weights and caches after `Stop`."""

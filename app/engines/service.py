@@ -10,12 +10,12 @@ Everything here, the generations included, belongs to the event loop; events are
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -25,7 +25,6 @@ from neo_desktop.app.engines import messages as msg
 from neo_desktop.app.engines.generation import Generation
 from neo_desktop.app.engines.loop import EngineThread
 from neo_desktop.app.engines.metrics import ServiceMetrics
-from neo_desktop.app.engines.outbox import Call, Outbox
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.templates.chat_templates import ChatTemplates
 from neo_desktop.engine.engine import Engine
@@ -40,57 +39,57 @@ logger = logging.getLogger(__name__)
 
 SHORT_PROMPTS = 2000  # characters or token ids of a request's prompts
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
+CALLS_PER_TURN = 16  # of the event loop, from the engine's thread
 TICKS = 10  # in a timeout: a program that was halted for hours has missed one tick, not all
 MAX_SEEN_BYTES = 256 << 20  # of images
 
+Call = Callable[[], object]
 EngineLink = EngineThread | EngineProcess
 Supervisor = Callable[[str], str]  # an incident → the message for waiting clients
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """A client that exceeds a limit gets its value in the error."""
+class Outbox:
+    """Hands calls over to an event loop, in order.
 
-    max_body_bytes: int = 32 * 2**20  # of a request
-    max_messages: int = 10_000  # of a chat
-    max_queued_requests: int = 1024  # outputs that may wait for their first token at the same time
-    request_timeout_s: float | None = None  # from a request's arrival to its last token; None: any time
+    One iteration of the engine may end hundreds of requests. If all that wait for them woke up in the same
+    turn of the event loop, all other clients would wait until the last one has written its answer.
+    """
 
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[Call] = deque()
+        self._is_draining = False  # the loop's own
 
-DEFAULT_LIMITS = ServerLimits()
+    def put(self, calls: Iterable[Call]) -> None:
+        """Have these calls made; any thread may ask. Nothing is done once the loop is closed."""
+        self._calls.extend(calls)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._begin)
 
+    def _begin(self) -> None:
+        if not self._is_draining:
+            self._drain()
 
-class SeenImages:
-    """The images used last, by their files."""
-
-    def __init__(self) -> None:
-        self._images: OrderedDict[bytes, SeenImage] = OrderedDict()
-        self._nbytes = 0
-
-    async def get(self, data: bytes, see: Callable[[], Awaitable[SeenImage]]) -> SeenImage:
-        """Return a file's image; call `see` if it is unknown."""
-        key = blake2b(data, digest_size=32).digest()
-        if key not in self._images:
-            image = await see()
-            if key not in self._images:  # another request may have asked meanwhile
-                self._images[key] = image
-                self._nbytes += image.nbytes
-        self._images.move_to_end(key)
-        found = self._images[key]
-        while self._nbytes > MAX_SEEN_BYTES and len(self._images) > 1:
-            _, oldest = self._images.popitem(last=False)
-            self._nbytes -= oldest.nbytes
-        return found
+    def _drain(self) -> None:
+        for _ in range(min(CALLS_PER_TURN, len(self._calls))):
+            self._calls.popleft()()
+        self._is_draining = bool(self._calls)
+        if self._is_draining:
+            self._loop.call_soon(self._drain)
 
 
 class EngineService:
     """Runs an engine for many clients of one event loop.
 
-    The engine is the service's alone from `start` to the end of `stop`.
+    The engine is the service's alone from `start` to the end of `stop`. A request may take
+    `request_timeout_s` from its arrival to its last token; None: any time.
     """
 
-    def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
+    max_queued_requests = 1024  # outputs that may wait for their first token at the same time
+
+    def __init__(self, engine: Engine | EngineLink, request_timeout_s: float | None = None) -> None:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
+        self.is_process = self._link.is_process
         facts = self._link.facts
         self.model_name = facts.model_name
         self.note = facts.note
@@ -99,12 +98,12 @@ class EngineService:
         self._input_processor = facts.input_processor
         self.sampling_defaults = facts.sampling_defaults
         self.blindness = facts.blindness  # the sentence that refuses images; empty: the model reads them
-        self._seen = SeenImages()
-        self.templates = ChatTemplates(self.tokenizer, limits.max_messages)
+        self._seen: OrderedDict[bytes, SeenImage] = OrderedDict()  # the images used last, by their files
+        self.templates = ChatTemplates(self.tokenizer)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
-        self._limits = limits
+        self._request_timeout_s = request_timeout_s
         self._engine_ended = asyncio.Event()
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
@@ -138,7 +137,7 @@ class EngineService:
         """
         if self._outbox is None or isinstance(self.refusal, errors.ServiceStoppedError):
             return
-        if timeout_s is None and self._link.is_process:
+        if timeout_s is None and self.is_process:
             timeout_s = STOP_TIMEOUT_S
         self._refuse_all(errors.ServiceStoppedError(reason))
         self._link.send(msg.Stop())
@@ -153,10 +152,6 @@ class EngineService:
     def close(self) -> None:
         """Drop weights and caches, if the engine has ended or was never started, or has its own process."""
         self._link.close()
-
-    @property
-    def is_process(self) -> bool:
-        return self._link.is_process
 
     @property
     def num_queued(self) -> int:
@@ -176,11 +171,7 @@ class EngineService:
         add_special_tokens: bool = True,
         cuts_max_tokens: bool = False,
     ) -> Generation:
-        """Check prompts, texts or token ids, and send them to the engine.
-
-        Args:
-            add_special_tokens: let the tokenizer put its special tokens around texts.
-            cuts_max_tokens: see `InputProcessor.prepare`.
+        """Check prompts, texts or token ids, and send them to the engine; see `InputProcessor.prepare`.
 
         Raises:
             ServiceError: the service takes no requests any more, or too many are waiting.
@@ -188,20 +179,19 @@ class EngineService:
         """
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)
-        num_outputs, most = len(prompts) * params.n, self._limits.max_queued_requests
+        num_outputs, most = len(prompts) * params.n, self.max_queued_requests
         if num_outputs > most:
             raise ValueError(
                 f"{num_outputs} outputs at once are more than the {most} that may wait: "
                 "send fewer prompts per request or lower n"
             )
         if self.num_queued + num_outputs > most:
-            raise errors.ServiceBusyError(
-                f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
-            )
+            message = f"{self.num_queued} requests are waiting already, at most {most} may: try again later"
+            raise errors.ServiceError(message, "queue_full")
         request_ids = [str(next(self._ordinals)) for _ in prompts]
         generation = Generation(request_ids, params.n, self._close)
-        if self._limits.request_timeout_s is not None:
-            generation.limit_time(self._limits.request_timeout_s)
+        if self._request_timeout_s is not None:
+            generation.limit_time(self._request_timeout_s)
         self._generations |= dict.fromkeys(request_ids, generation)
         self._queued |= generation.choices
         self.idle_since_s = None
@@ -233,17 +223,25 @@ class EngineService:
 
     async def see(self, data: bytes) -> SeenImage:
         """Let the model read an image file, once for all turns of a chat; errors as of `submit`."""
-        return await self._seen.get(data, lambda: self._ask(msg.See, data))
+        key = blake2b(data, digest_size=32).digest()
+        if key not in self._seen:
+            image = await self._ask(msg.See, data)
+            self._seen.setdefault(key, image)  # another request may have asked meanwhile
+        self._seen.move_to_end(key)
+        found = self._seen[key]
+        while len(self._seen) > 1 and sum(image.nbytes for image in self._seen.values()) > MAX_SEEN_BYTES:
+            self._seen.popitem(last=False)
+        return found
 
     async def embed(self, prompts: Sequence[Prompt], pooling: Pooling) -> list[tuple[list[float], int]]:
         """Return each prompt's embedding, of length 1, and its number of tokens; errors as of `submit`."""
         async with await self.submit(prompts, SamplingParams(pooling=pooling)) as generation:
-            found = {index: output async for index, output in generation if output.embedding is not None}
-        return [
-            (embedding.tolist(), found[index].num_prompt_tokens)
-            for index in range(len(prompts))
-            if (embedding := found[index].embedding) is not None
-        ]
+            found = {
+                index: (output.embedding.tolist(), output.num_prompt_tokens)
+                async for index, output in generation
+                if output.embedding is not None
+            }
+        return [found[index] for index in range(len(prompts))]
 
     def _close(self, generation: Generation) -> None:
         self._queued -= generation.choices
@@ -281,7 +279,7 @@ class EngineService:
         self._num_heard += 1
         self.stats = event.stats
         if event.seconds is not None:
-            self.metrics.iteration(event.seconds)
+            self.metrics.iteration_s.observe(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)

@@ -57,7 +57,6 @@ class CallReader:
     the text ends within them. A call whose arguments stop being JSON is closed there, and the rest is text.
 
     Args:
-        tool_format: of the model's family.
         names: of the tools; without a mark, only a call of one of them is a call.
         is_begun: the prompt has ended with the opening mark.
         max_calls: further ones are left out; None: any number.

@@ -16,7 +16,7 @@ from neo_desktop.app.errors import ApiError, blaming
 from neo_desktop.app.generate.calls import short_id
 from neo_desktop.app.generate.history import explained, paired, with_thinking
 from neo_desktop.app.generate.images import check_images, put_back, taken_out
-from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.structure import Structure, enforcing
 from neo_desktop.app.generate.tools import AUTO, Tool, ToolChoice, ToolFormat, format_of
 from neo_desktop.engine import grammar
 from neo_desktop.engine.errors import SettingError
@@ -108,14 +108,11 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     is_calling = must_call and not is_thinking and not tool_format.on_channels
     if is_calling:
         prompt += service.tokenizer.marks.split(tool_format.prompt_end())
-    try:
+    with enforcing(conversation.structure.field if conversation.structure else "tools"):
         # In a thread: schemas may be long.
         lark, after = await asyncio.to_thread(
             _grammar, service.tokenizer, conversation, tool_format, tools, is_thinking
         )
-    except ValueError as error:
-        blamed = conversation.structure.field if conversation.structure else "tools"
-        raise SettingError(blamed, f"cannot be enforced: {error}") from error
     with blaming(conversation.field):
         rows = [await service.see(image) for image in images]
         prompt = with_images(prompt, rows) if images else prompt

@@ -11,7 +11,7 @@ from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.errors import ApiError, DeadEndError, blaming
 from neo_desktop.app.generate.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.generate.conversation import Conversation, Prepared, prepare, special_id
-from neo_desktop.app.generate.structure import Structure
+from neo_desktop.app.generate.structure import Structure, enforcing
 from neo_desktop.app.generate.tools import Tool
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import SettingError
@@ -77,6 +77,7 @@ class Outputs:
         self.usage = TokensUsed()
         self._grammar_field = grammar_field or None  # of the body, which asked for a form
         self._generation = generation
+        self.prompt_token_ids = generation.prompt_token_ids
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening
         self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
@@ -84,10 +85,6 @@ class Outputs:
         self._callers: set[int] = set()  # outputs with calls
         # The answer so far, without the beginning of a mark at its end.
         self.begun = self._readers[0].feed(prepared.begun) if prepared and prepared.begun else []
-
-    @property
-    def prompt_token_ids(self) -> Sequence[Sequence[int]]:
-        return self._generation.prompt_token_ids
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,8 +161,6 @@ class _Reader:
 
 @dataclass(slots=True)
 class Call:
-    """One tool call."""
-
     call_id: str
     name: str
     arguments: str = ""  # the text of a JSON object, or of the beginning of one that was cut
@@ -231,7 +226,8 @@ async def begin(
     thoughts: Thoughts = "open" if is_thinking else "possible"
     params = dataclasses.replace(params, thoughts=thoughts, thought_tokens=conversation.thought_tokens)
     forms = conversation.structure.field if conversation.structure else "tools"
-    params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
+    with enforcing(forms):
+        params = dataclasses.replace(params, grammar=prepared.grammar, grammar_after=prepared.grammar_after)
     options = {"add_special_tokens": False, "cuts_max_tokens": cuts_max_tokens}
     return await _submit(service, [prepared.prompt], params, conversation.field, forms, prepared, **options)
 
@@ -247,17 +243,10 @@ async def complete(
 ) -> Outputs:
     """Queue the continuation of prompts, which `field` of the body holds."""
     form = structure.field if structure is not None else ""
-    params = _with_grammar(params, structure.enforced() if structure is not None else None, form)
+    if structure is not None:
+        with enforcing(form):
+            params = dataclasses.replace(params, grammar=structure.grammar())
     return await _submit(service, prompts, params, field, form, add_special_tokens=add_special_tokens)
-
-
-def _with_grammar(
-    params: SamplingParams, grammar: str | None, field: str, after: str | None = None
-) -> SamplingParams:
-    try:
-        return dataclasses.replace(params, grammar=grammar, grammar_after=after)
-    except ValueError as error:
-        raise SettingError(field, f"cannot be enforced: {error}") from error
 
 
 async def _submit(

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +39,6 @@ class Structure:
         schema = enforced(source, "", self.is_strict)
         return grammar.json_rule(schema, whitespace_pattern=grammar.WHITE_SPACE)
 
-    def enforced(self) -> str:
-        """Return it as the engine enforces it, or raise an error for the client."""
-        try:
-            return self.grammar()
-        except ValueError as error:
-            raise SettingError(self.field, f"cannot be enforced: {error}") from error
-
     def grammar(self) -> str:
         """Return it as the engine enforces it, or raise ValueError."""
         if self.kind == "json":
@@ -58,6 +53,15 @@ class Structure:
         if self.kind == "regex":
             return grammar.from_regex(self.source)
         return grammar.from_lark(_lark(self.source))
+
+
+@contextmanager
+def enforcing(field: str) -> Iterator[None]:
+    """Let a ValueError name the field that asks for a form."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingError(field, f"cannot be enforced: {error}") from error
 
 
 def enforced(schema: Json | str, whose: str, is_strict: bool) -> Json:

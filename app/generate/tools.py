@@ -30,7 +30,6 @@ class Tool:
         return enforced(own | {"type": "object"}, whose, self.is_strict)
 
     def for_template(self) -> Json:
-        """The tool as chat templates expect it."""
         function = {"name": self.name, "description": self.description or "", "parameters": self.parameters}
         return {"type": "function", "function": function}
 

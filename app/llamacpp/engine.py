@@ -46,20 +46,14 @@ class LlamaCppInputProcessor(InputProcessor):
 
 
 class LlamaCppEngine:
-    """A `ServedEngine`; only `grammars` is thread-safe.
-
-    Args:
-        max_context_tokens: of a prompt and its answer.
-        batch_tokens: of a prompt that are computed in one step at most.
-        gpu: whether the layers are on a GPU.
-    """
+    """A `ServedEngine`; only `grammars` is thread-safe."""
 
     def __init__(
         self,
         model: LlamaModel,
         context: LlamaContext,
         max_context_tokens: int,
-        batch_tokens: int,
+        batch_tokens: int,  # of a prompt, that a step computes at most
         *,
         gpu: bool,
     ) -> None:
@@ -110,7 +104,6 @@ class LlamaCppEngine:
         """Do nothing, as `watch`."""
 
     def rest(self) -> bool:
-        """Return False: it has no work at rest."""
         return False
 
     def collect(self) -> None:

@@ -5,9 +5,7 @@ debug messages; exceptions carry its last errors.
 """
 
 import ctypes
-import functools
 import logging
-import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -92,14 +90,8 @@ class LlamaModel:
         self.close = weakref.finalize(self, api.llama_model_free, self.handle)
         self._vocabulary = api.llama_model_get_vocab(self.handle)
         self.num_tokens: int = api.llama_vocab_n_tokens(self._vocabulary)
-
-    @property
-    def trained_tokens(self) -> int:
-        return int(self._api.llama_model_n_ctx_train(self.handle))
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._api.llama_model_size(self.handle))
+        self.trained_tokens: int = api.llama_model_n_ctx_train(self.handle)
+        self.nbytes: int = api.llama_model_size(self.handle)
 
     @property
     def stored_as(self) -> str:
@@ -151,15 +143,9 @@ class LlamaModel:
     def tokens_with(self, *attributes: str) -> frozenset[int]:
         """Return the tokens with one of these attributes, in the words of llama.h: "CONTROL"."""
         api, vocabulary = self._api, self._vocabulary
-        mask = functools.reduce(
-            operator.or_, (getattr(api, f"LLAMA_TOKEN_ATTR_{name}") for name in attributes)
-        )
+        mask = sum(getattr(api, f"LLAMA_TOKEN_ATTR_{name}") for name in attributes)  # a bit each
         tokens = range(self.num_tokens)
         return frozenset(i for i in tokens if api.llama_vocab_get_attr(vocabulary, i) & mask)
-
-    def control_tokens(self) -> frozenset[int]:
-        """Return the tokens that are no text."""
-        return self.tokens_with("CONTROL", "UNKNOWN")
 
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that end an answer, the one that the file names first."""

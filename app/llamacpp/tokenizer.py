@@ -33,7 +33,7 @@ class LlamaCppTokenizer(Tokenizer):
         )
         self._model = model
         self._roles = roles
-        self._controls = model.control_tokens()
+        self._controls = model.tokens_with("CONTROL", "UNKNOWN")  # they are no text
         self._ends = model.end_tokens()
         self._harmony = harmony.special_of({token: model.token_name(token) for token in self._controls})
         self._marked = {model.token_name(token): token for token in self._controls}

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """A server as the page shows it."""
-
     name: str
     where: str
     is_starting: bool
@@ -71,7 +69,6 @@ class McpServers:
         return await session.call(tool, arguments)
 
     async def close(self) -> None:
-        """End all servers."""
         self._is_closed = True
         for task in self._errands:
             task.cancel()

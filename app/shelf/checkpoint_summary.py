@@ -84,12 +84,10 @@ def _files(path: Path) -> _State:
         return ()
     state = []
     for file in found:
-        try:
+        with suppress(OSError):  # a link to nowhere, or to itself
             if file.is_file():  # also through a link: the hub's cache consists of links
                 status = file.stat()
                 state.append((file.name, status.st_size, status.st_mtime_ns))
-        except OSError:
-            continue  # a link to nowhere, or to itself
     return tuple(sorted(state))
 
 

@@ -95,7 +95,10 @@ class Fitting:
         try:
             if draft is not None:
                 lead = "the draft model does not fit: "
-                self._place_draft(draft)
+                assert draft.config is not None
+                self.options, self.free = plan_beside(
+                    draft.config, draft.form, options, device, self.free, self._weight_plan
+                )
                 lead = "beside the draft model, "
             elif layer is not None and mtp.may_draft(layer, options):
                 self._place_layer(layer)
@@ -108,12 +111,6 @@ class Fitting:
         for tier, count in self.tokens.items():
             self.chats[tier] = min(count // self.chat_tokens, left)
             left -= self.chats[tier]
-
-    def _place_draft(self, draft: LocalModel) -> None:
-        assert draft.config is not None
-        self.options, self.free = plan_beside(
-            draft.config, draft.form, self.options, self.device, self.free, self._weight_plan
-        )
 
     def _place_layer(self, layer: mtp.Layer) -> None:
         try:

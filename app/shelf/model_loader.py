@@ -1,7 +1,6 @@
 """From a model's name to a service, with the settings of the command line, which hold for every model."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +47,6 @@ class EngineRecipe:
     options: EngineOptions
 
     def __call__(self, progress: Progress) -> Engine:
-        """Load the model; raises what the engine raises."""
         engine = Engine.from_options(self.options, progress=progress)
         engine.model_name = self.name  # of a folder in the hub's cache, the engine knows a hash only
         return engine
@@ -95,13 +93,13 @@ class ModelLoader:
         self,
         catalogue: Catalogue,
         options: EngineOptions,
-        make_service: Callable[[EngineLink], EngineService] = EngineService,
+        request_timeout_s: float | None = None,
         process: bool | None = None,
         backend: str = "auto",
     ) -> None:
         self.catalogue = catalogue
         self.options = options
-        self._make_service = make_service
+        self._request_timeout_s = request_timeout_s
         self._wants_process = process
         self._backend = backend
         self.note: str | None = None  # for the owner of the computer, about the loaded model
@@ -131,7 +129,7 @@ class ModelLoader:
         else:
             link = EngineThread(make(progress))
         self.note = link.facts.note
-        return self._make_service(link)
+        return EngineService(link, self._request_timeout_s)
 
     def _own_options(self, model: LocalModel, device: torch.device) -> EngineOptions:
         return replace(
@@ -158,10 +156,6 @@ class ModelLoader:
             raise ModelError(f"{name} cannot draft: {draft.reason or 'only llama.cpp can run it'}")
         return draft.path
 
-    @cached_property
-    def _draft_summary(self) -> LocalModel | None:
-        return None if self._draft_path is None else summarize(self._draft_path)
-
     def _drafting(self, config: ModelConfig, layer: Layer | None) -> tuple[LocalModel | None, Layer | None]:
         """Return the draft model of a model, and its layer of multi-token prediction or its assistant.
 
@@ -172,7 +166,7 @@ class ModelLoader:
             return None, layer
         assistant = assistant_folder(path)
         if assistant is None:
-            return self._draft_summary, layer
+            return summarize(path), layer
         with contextlib.suppress(ModelError):
             return None, Layer.of_assistant(assistant, config)
         return None, None

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import threading
-from pathlib import Path
 
 from neo_desktop.app.news import MODELS, News
 from neo_desktop.app.shelf.catalogue import UnknownModelError
@@ -27,6 +26,7 @@ class ModelShelf:
         self.models: list[Candidate] = []  # as last looked at
         self.pulling: Loading | None = None
         self.pull_error: str | None = None
+        self.folders = [] if loader is None else loader.catalogue.folders
         self._loader = loader
         self._news = news
         self._pull_task: asyncio.Task[None] | None = None
@@ -35,18 +35,17 @@ class ModelShelf:
         host.listeners.append(self._host_changed)
 
     @property
-    def folders(self) -> list[Path]:
-        return self._loader.catalogue.folders if self._loader is not None else []
-
-    @property
     def has_offer(self) -> bool:
         """True if only the built-in model can be run: the packaged one is offered."""
         has_model = any(each.reason is None and each.model.name != BUILTIN_NAME for each in self.models)
         return self._loader is not None and bool(self.models) and not has_model
 
     async def look(self) -> None:
-        if self._loader is not None:
-            self.models = await asyncio.to_thread(_look, self._loader, self.host.has_weights)
+        loader, is_loaded = self._loader, self.host.has_weights
+        if loader is not None:
+            self.models = await asyncio.to_thread(
+                lambda: [loader.candidate(one, is_loaded=is_loaded) for one in loader.catalogue.models()]
+            )
             self._news.tell(MODELS)
 
     async def load(self, name: str) -> None:
@@ -120,7 +119,3 @@ class ModelShelf:
             task = asyncio.get_running_loop().create_task(self.look())
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
-
-
-def _look(loader: ModelLoader, is_loaded: bool) -> list[Candidate]:
-    return [loader.candidate(model, is_loaded=is_loaded) for model in loader.catalogue.models()]

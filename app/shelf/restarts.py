@@ -58,7 +58,6 @@ class Restarts:
         return PAUSES_S[len(self._starts_s)] if len(self._starts_s) < len(PAUSES_S) else None
 
     def ended(self, reason: str) -> None:
-        """It ended, for this reason."""
         self._reasons = [*(each for each in self._reasons if each != reason), reason][-MAX_REASONS:]
 
     def failed(self, reason: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -26,8 +25,6 @@ from neo_desktop.models.config import ModelConfig
 MEASURED = "the tables that were measured on this computer with this model"
 _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
-# Of what square matrices and plain reads reach, by matmuls and by reading weights.
-_CPU_SHARES: dict[str, Any] = {"matmul_share": 0.8, "streaming_share": 0.8, "attention_share": 0.9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,10 @@ def cpu_figures(read: float, flops: float) -> MachineFigures:
         tensor_flops=flops,
         bus_bytes_per_s=read,
         multiprocessors=1,
-        **_CPU_SHARES,
+        # Of what square matrices and plain reads reach.
+        matmul_share=0.8,
+        streaming_share=0.8,
+        attention_share=0.9,
     )
     host = HostPreset(
         name,

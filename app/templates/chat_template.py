@@ -106,16 +106,11 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     template = ChatTemplate(*json.loads(sys.stdin.buffer.readline() or "[null, {}]"))
     for line in sys.stdin.buffer:
-        _limit_time(MAX_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # the signal has no handler: it ends this process
         try:
             answer = {"text": template.render(*json.loads(line))}
         except ChatTemplateError as error:
             answer = {"error": str(error)}
         written = json.dumps(answer)
-        _limit_time(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(written, flush=True)
-
-
-def _limit_time(seconds: float) -> None:
-    """End this process after this time; 0: no limit."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; the signal has no handler

@@ -28,6 +28,7 @@ from neo_desktop.app.templates.chat_template import MAX_CPU_S, MAX_MEMORY_BYTES,
 from neo_desktop.models.marks import ChatText, Shield
 from neo_desktop.models.tokenizer import Tokenizer
 
+MAX_MESSAGES = 10_000  # of a chat
 MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_template.main()"
 
@@ -35,8 +36,8 @@ _PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_tem
 class ChatTemplates:
     """Renders the chats of one model, with a limit on their messages; belongs to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, max_messages: int) -> None:
-        self._tokenizer, self._max_messages = tokenizer, max_messages
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         sources = dict.fromkeys(
             tokenizer.chat_template_for(has_tools=has_tools) for has_tools in (False, True)
         )
@@ -55,10 +56,8 @@ class ChatTemplates:
 
     def check_count(self, messages: Sequence[object]) -> None:
         """Raise ChatTemplateError if there are too many messages."""
-        if len(messages) > self._max_messages:
-            raise ChatTemplateError(
-                f"the chat has {len(messages)} messages, but {self._max_messages} is the limit"
-            )
+        if len(messages) > MAX_MESSAGES:
+            raise ChatTemplateError(f"the chat has {len(messages)} messages, but {MAX_MESSAGES} is the limit")
 
     async def render(
         self,
@@ -106,9 +105,6 @@ class TemplateProcess:
         async with self._is_free:
             await self._running()
 
-    async def stop(self) -> None:
-        await self._end()
-
     async def render(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
     ) -> str:
@@ -135,7 +131,7 @@ class TemplateProcess:
             raise _refused(f"it takes more than {MAX_WAIT_S:g} s") from None
         finally:
             if not answer.endswith(b"\n"):
-                await self._end()
+                await self.stop()
         if not answer.endswith(b"\n"):
             limit = f"{MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
             raise _refused(f"it takes more than {limit}")
@@ -161,7 +157,7 @@ class TemplateProcess:
             self._process.stdin.write(self._first_line)
         return self._process
 
-    async def _end(self) -> None:
+    async def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -16,6 +16,7 @@ from neo_desktop.app.errors import ApiError
 BODY_TIMEOUT_S = 20.0  # until a body is complete ...
 MIN_BYTES_PER_S = 16_384  # ... and this much longer for large ones
 KEEP_ALIVE_S = 10.0  # between two signs of life of a stream
+MAX_BYTES = 32 * 2**20  # of a body
 MAX_EXCESS_BYTES = 64 * 2**20  # of a body that is too long, read so that its sender sees the answer
 
 
@@ -28,9 +29,8 @@ class ClientConnection:
     HEAD works where GET does (uvicorn omits the body), and superfluous slashes in the path change nothing.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,19 +53,18 @@ class ClientConnection:
 
     async def _read_body(self, receive: Receive) -> bytes | None:
         """Return the body; None: the client left."""
-        max_bytes = self._max_body_bytes
         body = bytearray()
         num_bytes = 0
         more = True
         begun_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
-                while more and num_bytes <= max_bytes + MAX_EXCESS_BYTES:
+                while more and num_bytes <= MAX_BYTES + MAX_EXCESS_BYTES:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
                     num_bytes += len(message.get("body", b""))
-                    if num_bytes <= max_bytes:
+                    if num_bytes <= MAX_BYTES:
                         body += message.get("body", b"")
                     else:
                         body.clear()
@@ -74,8 +73,8 @@ class ClientConnection:
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive: {num_bytes} bytes came in time") from None
         # Only now, with the body read to its end: a client that is still sending would not see the answer.
-        if num_bytes > max_bytes:
-            limit_mib = max_bytes / 2**20
+        if num_bytes > MAX_BYTES:
+            limit_mib = MAX_BYTES / 2**20
             raise ApiError(413, f"the body has {num_bytes} bytes or more, but {limit_mib:g} MiB is the limit")
         return bytes(body)
 

@@ -53,27 +53,6 @@ def origins_pattern(origins: Collection[str]) -> str:
     return f"(?i:{'|'.join(patterns) or '(?!)'})"
 
 
-def guarded(
-    app: ASGIApp,
-    *,
-    api_key: str | None = None,
-    allowed_hosts: Collection[str] = (),
-    allowed_origins: Collection[str] = (),
-) -> ASGIApp:
-    """Put an `AccessGuard` before an app, and CORS before that: allowed pages can read refusals as well."""
-    guard = AccessGuard(app, api_key, allowed_hosts, allowed_origins)
-    if not allowed_origins:
-        return guard
-    return CORSMiddleware(
-        guard,
-        allow_origin_regex=origins_pattern(allowed_origins),
-        allow_methods=("*",),
-        allow_headers=("*",),
-        expose_headers=_EXPOSED,
-        allow_private_network=True,
-    )
-
-
 class AccessGuard:
     """ASGI middleware that checks where a request comes from.
 
@@ -83,7 +62,8 @@ class AccessGuard:
     The key, when there is one, is needed for everything but /health: 401. Programs send it as
     `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
     With a key, the server may also be addressed by any numeric address, since rebinding needs a name. Allowed
-    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`.
+    hosts, without port, count like loopback ones; for allowed origins see `origins_pattern`. CORS comes
+    first: allowed pages can read refusals as well.
     """
 
     def __init__(
@@ -96,9 +76,23 @@ class AccessGuard:
         self._app = app
         self._api_key = api_key.encode() if api_key else None
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
-        self._allowed_origins = re.compile(origins_pattern(allowed_origins))
+        pattern = origins_pattern(allowed_origins)
+        self._allowed_origins = re.compile(pattern)
+        self._entrance: ASGIApp = self._guard
+        if allowed_origins:
+            self._entrance = CORSMiddleware(
+                self._guard,
+                allow_origin_regex=pattern,
+                allow_methods=("*",),
+                allow_headers=("*",),
+                expose_headers=_EXPOSED,
+                allow_private_network=True,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._entrance(scope, receive, send)
+
+    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is not None:
             await refusal.response(scope["path"])(scope, receive, send)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import ipaddress
 import json
 import logging
 import resource
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import h11
+import psutil
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -28,6 +30,7 @@ GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's
 MAX_FILES = 4096  # open ones, connections included: enough to answer 503 beyond the queue's length
 OTHER_FILES = 256  # that the model, the page and the system may open beside connections
 LOG_PERIOD_S = 1.0  # between two lines of the log of one kind
+_EVERYWHERE = ("0.0.0.0", "::")  # every address of this computer
 _BUSY = json.dumps(ApiError(503, "too many connections are open").body).encode()
 _BUSY_ANSWER = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -37,12 +40,8 @@ _BUSY_ANSWER = (
 Stop = Callable[[], Awaitable[object]]
 
 
-class PortError(OSError):
-    """An address that cannot be listened on; the message says why and what to do."""
-
-
 def claim_port(host: str, port: int) -> socket.socket:
-    """Listen on an address, to reserve it while the model loads; port 0 takes a free one."""
+    """Listen on an address, to reserve it while the model loads; port 0 takes a free one. OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family)
@@ -50,7 +49,7 @@ def claim_port(host: str, port: int) -> socket.socket:
         # name their protocol; accepted ones inherit it.
         return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=listening.detach())
     except OverflowError:
-        raise PortError(f"port {port} does not exist: choose one from 0 to 65535") from None
+        raise OSError(f"port {port} does not exist: choose one from 0 to 65535") from None
     except OSError as error:
         reason = {
             errno.EADDRINUSE: "is in use: stop the program that uses it, or choose another port",
@@ -58,7 +57,29 @@ def claim_port(host: str, port: int) -> socket.socket:
             socket.EAI_NONAME: "is not known: use 127.0.0.1",
             errno.EADDRNOTAVAIL: "is not an address of this computer: use 127.0.0.1",
         }.get(error.errno or 0, f"cannot be used: {error.strerror}")
-        raise PortError(f"{host}:{port} {reason}") from error
+        raise OSError(f"{host}:{port} {reason}") from error
+
+
+def urls(host: str, port: int) -> list[str]:
+    """Return the server's addresses: the one for this computer first, then those for others."""
+    if host not in _EVERYWHERE:
+        return [_url(host, port)]
+    families = (socket.AF_INET,) if host == "0.0.0.0" else (socket.AF_INET, socket.AF_INET6)
+    others = []
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        is_up = name not in states or states[name].isup
+        others += [entry.address for entry in addresses if is_up and entry.family in families]
+    return [_url("127.0.0.1", port), *(_url(other, port) for other in sorted(filter(_is_reachable, others)))]
+
+
+def _is_reachable(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return not (ip.is_loopback or ip.is_link_local or ip.is_unspecified)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(app: ASGIApp, sock: socket.socket, stop: Stop, on_ready: Callable[[], None] | None = None) -> None:
@@ -146,7 +167,6 @@ class LimitedProtocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in a part of a request."""
         if not self.transport.is_closing():
             super().data_received(data)
             self._watch_head()

@@ -74,7 +74,7 @@ def install(app: FastAPI) -> None:
             case "add":
                 return await chats.add(args[0].encode("latin-1"))
             case "notice":
-                return chats.notice
+                return chats.answers.notice
             case _:
                 return await getattr(chats, name)(*args, **named)
 

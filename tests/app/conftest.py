@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from neo_desktop.app.application import create_app
-from neo_desktop.app.engines.service import EngineLink, EngineService, ServerLimits
+from neo_desktop.app.engines.service import EngineLink, EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.server import Server, claim_port
 from neo_desktop.engine.engine import Engine
@@ -73,11 +73,12 @@ def running(
     engine: Engine | EngineLink,
     *,
     max_queued_requests: int = 64,
+    request_timeout_s: float | None = None,
     mount: Callable[[FastAPI], object] | None = None,
     **app_options: Any,
 ) -> Iterator[RunningServer]:
-    limits = ServerLimits(max_queued_requests=max_queued_requests)
-    service = EngineService(engine, app_options.get("limits", limits))
+    service = EngineService(engine, request_timeout_s)
+    service.max_queued_requests = max_queued_requests
     app = create_app(ModelHost(service), **app_options)
     if app.state.page is not None:
         chat_client.install(app)

@@ -6,7 +6,7 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from neo_desktop.app.web.addresses import urls
+from neo_desktop.app.web.server import urls
 
 Address = namedtuple("Address", "family address")
 State = namedtuple("State", "isup")

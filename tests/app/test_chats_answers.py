@@ -197,7 +197,7 @@ def test_an_answer_under_way_cannot_be_followed_or_continued(
     for call in (("resume", answer["id"]), ("ask", chat_id, answer["id"], "two")):
         with pytest.raises(RefusedError, match="wait for its end") as refused:
             chats.call(*call)
-        assert refused.value.kind == "BeingAnsweredError"
+        assert refused.value.kind == "NotPossibleError"
 
 
 def test_a_deleted_chat_is_answered_no_more_and_comes_back_with_what_it_had(

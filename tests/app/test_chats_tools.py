@@ -11,8 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from neo_desktop.app.chats import answers
-from neo_desktop.app.chats.messages import to_send
-from neo_desktop.app.chats.rounds import Round
+from neo_desktop.app.chats.messages import Round, to_send
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.tool_calls import REFUSED
 

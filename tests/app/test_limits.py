@@ -11,8 +11,9 @@ import openai
 import pytest
 
 import neo_desktop.app.engines.generation
-from neo_desktop.app.engines.service import EngineService, ServerLimits
-from neo_desktop.app.errors import UnreadError
+from neo_desktop.app.engines.service import EngineService
+from neo_desktop.app.errors import ServiceError
+from neo_desktop.app.templates import chat_templates
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.server import LimitedProtocol
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -140,7 +141,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
             async for _ in generation:
                 num_read += 1
 
-        with pytest.raises(UnreadError, match="not read for too long"):
+        with pytest.raises(ServiceError, match="not read for too long"):
             await read()
         await engine_service.stop()
         return num_read
@@ -149,9 +150,10 @@ def test_what_nobody_reads_is_not_kept_for_ever(
 
 
 @pytest.fixture
-def strict(executor: FakeExecutor) -> Iterator[RunningServer]:
-    limits = ServerLimits(max_body_bytes=1000, max_messages=3, max_queued_requests=2, request_timeout_s=0.3)
-    with running(make_engine(executor), limits=limits) as running_server:
+def strict(executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    monkeypatch.setattr(connection, "MAX_BYTES", 1000)
+    monkeypatch.setattr(chat_templates, "MAX_MESSAGES", 3)
+    with running(make_engine(executor), max_queued_requests=2, request_timeout_s=0.3) as running_server:
         yield running_server
 
 

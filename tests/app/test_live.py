@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from neo_desktop.app import live as feeds
 from neo_desktop.app.engines.service import EngineService
-from neo_desktop.app.live import feed as feeds
-from neo_desktop.app.live.feed import EngineFeed, EngineState, EngineView
-from neo_desktop.app.live.words import notes, sentence
+from neo_desktop.app.live import EngineFeed, EngineState, EngineView, notes, sentence
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage

@@ -19,7 +19,6 @@ from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.model_shelf import _look
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.marks import Shield
@@ -199,10 +198,10 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
     assert not loader.runs_llamacpp(catalogue.get("builtin"))
     refusing = ModelLoader(catalogue, CPU, backend="neo")
     assert not refusing.runs_llamacpp(model)
-    told = {each.model.name: each for each in _look(loader, False)}
+    told = {one.name: loader.candidate(one) for one in catalogue.models()}
     assert [told[name].runs_llamacpp for name in ("strange", "neo-desktop-guide")] == [True, False]
     assert told["strange"].reason is None
-    refused = next(each for each in _look(refusing, False) if each.model.name == "strange")
+    refused = refusing.candidate(catalogue.get("strange"))
     assert "'gemma'" in (refused.reason or "")
     monkeypatch.setattr(choice, "is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.checkpoint_summary.is_installed", lambda: False)

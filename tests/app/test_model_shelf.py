@@ -13,11 +13,10 @@ import pytest
 from checkpoints import save_checkpoint
 from fastapi import FastAPI
 
-from neo_desktop.app.application import create_app
+from neo_desktop.app.application import PageServices, create_app
 from neo_desktop.app.engines.service import EngineService
 from neo_desktop.app.news import MODELS, SELFTEST
-from neo_desktop.app.page.selftest import SelfTestError
-from neo_desktop.app.page.services import PageServices
+from neo_desktop.app.selftest import SelfTestError
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost, ShelfError
 from neo_desktop.app.shelf.hub_files import PullError
@@ -185,14 +184,14 @@ folder.mkdir(parents=True)
 async def test_the_self_test_leaves_the_memory_to_what_is_measured(
     loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
+    monkeypatch.setattr("neo_desktop.app.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
     async with page(loader, tmp_path) as (services, client):
         selftest = services.selftest
         await until(services, lambda shelf: shelf.host.loading is None)
         with pytest.raises(SelfTestError, match="coffee"):
-            selftest.start(["coffee"], services.host)
+            selftest.start(["coffee"])
         assert selftest.reports() == []
-        selftest.start(["hardware"], services.host)
+        selftest.start(["hardware"])
         await until(services, lambda _: selftest.running is None, SELFTEST)
         assert selftest.error is None
         report = selftest.page(selftest.reports()[0])

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from neo_desktop.app.engines.outbox import CALLS_PER_TURN, Outbox
+from neo_desktop.app.engines.service import CALLS_PER_TURN, Outbox
 
 
 def test_calls_are_made_in_order_and_a_few_per_turn() -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from neo_desktop.app.web.security import check_bind, guarded
+from neo_desktop.app.web.security import AccessGuard, check_bind
 
 KEY = "a-key"
 
@@ -23,7 +23,7 @@ def request(
     method: str, headers: Mapping[str, str | bytes], path: str = "/v1/models", **guard: Any
 ) -> httpx.Response:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(guarded(anything, **guard))
+        transport = httpx.ASGITransport(AccessGuard(anything, **guard))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             return await client.request(method, path, headers=headers)
 
@@ -114,7 +114,7 @@ def test_websockets_reach_nothing() -> None:
         reached.append(scope["path"])
 
     scope = {"type": "websocket", "path": "/", "headers": [(b"host", b"127.0.0.1")]}
-    asyncio.run(guarded(app)(scope, anything, anything))  # type: ignore[arg-type]
+    asyncio.run(AccessGuard(app)(scope, anything, anything))  # type: ignore[arg-type]
     assert not reached
 
 
@@ -192,4 +192,4 @@ def test_without_origins_no_page_may_read() -> None:
 )
 def test_what_is_no_origin_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="is not an origin"):
-        guarded(anything, allowed_origins=[pattern])
+        AccessGuard(anything, allowed_origins=[pattern])

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.news import SELFTEST, News
-from neo_desktop.app.page.selftest import MAX_REPORTS, SelfTest, SelfTestError, reports_folder
+from neo_desktop.app.selftest import MAX_REPORTS, SelfTest, SelfTestError
 from neo_desktop.app.shelf.hosting import ModelHost
 
 from .conftest import until
@@ -63,8 +64,13 @@ def _data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path))
 
 
-def fake(how: str, news: News | None = None) -> SelfTest:
-    return SelfTest(news or News(), command=(sys.executable, "-c", CHILD.replace("HOW", repr(how))))
+def reports_folder() -> Path:
+    return data_folder() / "selftest"
+
+
+def fake(how: str, news: News | None = None, host: ModelHost | None = None) -> SelfTest:
+    command = (sys.executable, "-c", CHILD.replace("HOW", repr(how)))
+    return SelfTest(news or News(), host or ModelHost(), reports_folder(), command)
 
 
 @contextlib.asynccontextmanager
@@ -88,8 +94,8 @@ async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too(
     assert told == sorted(told)
     assert len(set(told)) > 1
     assert selftest.error is None
-    (report,) = SelfTest(News()).reports()
-    page = SelfTest(News()).page(report)
+    (report,) = fake("well").reports()
+    page = fake("well").page(report)
     assert page is not None
     assert "'--suite', 'hardware', '--suite', 'throughput'" in page.read_text()
 
@@ -109,7 +115,7 @@ async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> N
 
 
 async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("neo_desktop.app.page.selftest.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("neo_desktop.app.selftest.STOP_TIMEOUT_S", 0.2)
     selftest = fake("deaf")
     async with ended(selftest):
         selftest.start()
@@ -138,14 +144,15 @@ async def test_a_crash_is_told_with_its_last_lines() -> None:
 
 
 async def test_the_model_gives_its_memory_back_first() -> None:
-    selftest, order = fake("well"), []
+    order = []
 
     class Host(ModelHost):
         async def rest(self) -> None:
             order.append(selftest.reports())
 
+    selftest = fake("well", host=Host())
     async with ended(selftest):
-        selftest.start(host=Host())
+        selftest.start()
         await until(lambda: selftest.running is None)
     assert order == [[]]
     assert len(selftest.reports()) == 1

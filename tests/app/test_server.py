@@ -16,7 +16,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from neo_desktop.app.web.server import PortError, claim_port
+from neo_desktop.app.web.server import claim_port
 
 from .conftest import RunningServer, eventually, running
 from .fake_engine import MODEL, FakeExecutor, make_engine
@@ -42,7 +42,7 @@ PROGRAM = """
 def test_a_claimed_port_is_nobody_elses() -> None:
     with claim_port("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(PortError, match=f"127.0.0.1:{port} is in use.*choose another port"):
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} is in use.*choose another port"):
             claim_port("127.0.0.1", port)
     claim_port("127.0.0.1", port).close()
 
@@ -57,7 +57,7 @@ def test_a_claimed_port_is_nobody_elses() -> None:
     ],
 )
 def test_an_address_that_cannot_be_used_says_why(host: str, port: int, reason: str) -> None:
-    with pytest.raises(PortError, match=reason):
+    with pytest.raises(OSError, match=reason):
         claim_port(host, port)
 
 

@@ -13,11 +13,10 @@ from kv_invariants import check_kv
 from seeds import seeds
 
 from neo_desktop.app.engines.generation import Generation
-from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService, ServerLimits
+from neo_desktop.app.engines.service import SHORT_PROMPTS, EngineService
 from neo_desktop.app.errors import (
     EngineFailedError,
-    RequestTimeoutError,
-    ServiceBusyError,
+    ServiceError,
     ServiceStoppedError,
 )
 from neo_desktop.engine.engine import Engine
@@ -29,7 +28,8 @@ from .fake_engine import FakeExecutor, make_engine
 
 @asynccontextmanager
 async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterator[EngineService]:
-    service = EngineService(engine, ServerLimits(max_queued_requests=max_queued_requests))
+    service = EngineService(engine)
+    service.max_queued_requests = max_queued_requests
     await service.start()
     try:
         yield service
@@ -70,8 +70,8 @@ def test_ten_thousand_requests_are_each_answered_or_refused(executor: FakeExecut
     async def one(service: EngineService, prompt: list[int]) -> str:
         try:
             generation = await service.submit([prompt], SamplingParams(max_tokens=3))
-        except ServiceBusyError:
-            return "refused"
+        except ServiceError as error:
+            return str(error.code)
         return (await collect(generation))[0]
 
     async def scenario() -> None:
@@ -83,9 +83,9 @@ def test_ten_thousand_requests_are_each_answered_or_refused(executor: FakeExecut
             await asyncio.sleep(0)
             executor.open.set()
             results = await asyncio.gather(*answers)
-            assert Counter(result == "refused" for result in results) == {True: 10_000 - 1024, False: 1024}
+            assert Counter(result == "queue_full" for result in results) == {True: 10_000 - 1024, False: 1024}
             for prompt, result in zip(prompts, results, strict=True):
-                assert result in ("refused", letters(len(prompt), 3))
+                assert result in ("queue_full", letters(len(prompt), 3))
             await until(lambda: is_idle(service))
             check_kv(engine._kv_cache)
             assert (await collect(await service.submit(["after"], SamplingParams(max_tokens=2))))[0]
@@ -100,7 +100,7 @@ def test_a_place_in_the_queue_is_free_again_after_the_first_token_or_the_end(exe
             first = await service.submit([[1]], SamplingParams(max_tokens=400))
             second = asyncio.create_task(collect(await service.submit([[2]], SamplingParams())))
             await asyncio.sleep(0)
-            with pytest.raises(ServiceBusyError, match="try again later"):
+            with pytest.raises(ServiceError, match="try again later"):
                 await service.submit([[3]], SamplingParams())
             second.cancel()
             await asyncio.wait([second])
@@ -270,12 +270,12 @@ def test_a_request_that_took_too_long_to_prepare_is_not_begun(
             return [1, 2]
 
         monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
-        service = EngineService(engine, ServerLimits(request_timeout_s=0.01))
+        service = EngineService(engine, request_timeout_s=0.01)
         await service.start()
         slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
         await asyncio.sleep(0.05)
         may_go_on.set()
-        with pytest.raises(RequestTimeoutError, match=r"0\.01 s"):
+        with pytest.raises(ServiceError, match=r"0\.01 s"):
             await slow
         await until(lambda: is_idle(service))
         await service.stop()

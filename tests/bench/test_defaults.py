@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from neo_desktop.app.bench import run
+from neo_desktop.app.bench import hardware, run
 from neo_desktop.app.bench.host_rates import Probe
 from neo_desktop.app.bench.options import BenchOptions
 from neo_desktop.app.bench.run import default_model
@@ -61,7 +61,9 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
 
 
 def test_the_suite_hardware_gets_the_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(run, "run_hardware", lambda options, progress: seen.append(options) or iter(()))
-    list(run.SUITES["hardware"](BenchOptions(device="cpu", gpu_slice=16), lambda share, what: None))
-    assert [each.gpu_slice for each in seen] == [16]
+    def opened(device: object, gpu_slice: int) -> None:
+        raise ValueError(f"a slice of {gpu_slice}")
+
+    monkeypatch.setattr(hardware, "open_streams", opened)
+    with pytest.raises(ValueError, match="a slice of 16"):
+        next(run.SUITES["hardware"](BenchOptions(device="cpu", gpu_slice=16), lambda share, what: None))

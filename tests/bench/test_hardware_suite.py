@@ -15,7 +15,7 @@ from neo_desktop.app.bench.hardware import (
     run_hardware,
 )
 from neo_desktop.app.bench.host_rates import Host, native_dtypes
-from neo_desktop.app.bench.options import HardwareOptions
+from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.section import Section
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
@@ -23,15 +23,17 @@ from neo_desktop.engine.profiling.hardware import find_gpus
 from neo_desktop.engine.profiling.offload import OffloadTimer
 
 MIB = 1 << 20
-SMALL = HardwareOptions(
-    seconds=0.01,
-    threads=(1, 2),
-    memory_bytes=8 * MIB,
-    cpu_matrix_size=64,
-    gpu_memory_bytes=64 * MIB,
-    gpu_matrix_sizes=(256, 1024),
-    transfer_bytes=(4096, 16 * MIB),
-    offload_bytes=(4096,),
+SMALL = BenchOptions(
+    hardware=HardwareOptions(
+        seconds=0.01,
+        threads=(1, 2),
+        memory_bytes=8 * MIB,
+        cpu_matrix_size=64,
+        gpu_memory_bytes=64 * MIB,
+        gpu_matrix_sizes=(256, 1024),
+        transfer_bytes=(4096, 16 * MIB),
+        offload_bytes=(4096,),
+    )
 )
 
 

@@ -77,7 +77,7 @@ def test_names_from_outside_cannot_break_the_page(report: Report, tmp_path: Path
 @pytest.mark.usefixtures("known_computer")
 def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(options: BenchOptions, progress: Progress) -> Iterator[HardwareReport]:
-        yield next(iter(run_hardware(options.hardware, progress)))
+        yield next(iter(run_hardware(options, progress)))
         raise KeyboardInterrupt
 
     monkeypatch.setitem(run.SUITES, "hardware", interrupted)

@@ -161,7 +161,7 @@ def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: 
         thread = Thread(target=engine_loop.run)
         thread.start()
         told = events.get(timeout=60.0)
-        engine_loop.take(Stop())
+        engine_loop.send(Stop())
         thread.join()
     assert isinstance(told, Gained)
     assert told.stats.pools[KVTier.HOST].num_given_back_blocks > 0

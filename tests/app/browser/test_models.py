@@ -51,7 +51,7 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     data = folder / "data"
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(data))
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
-    monkeypatch.setattr("neo_desktop.app.page.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
+    monkeypatch.setattr("neo_desktop.app.selftest.PROGRAM", (sys.executable, "-c", REPORTER))
     remote = save_checkpoint(folder / "remote", "llama")
     save_checkpoint(folder / "mine" / "torn", "llama")
     (folder / "mine" / "torn" / "model.safetensors").write_bytes(b"\xff" * 64)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from neo_desktop.app.bench.options import Suite
-from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.news import SELFTEST, News
 from neo_desktop.app.shelf.hosting import ModelHost
 
@@ -49,17 +48,15 @@ class Run:
     is_stopping: bool = False
 
 
-def reports_folder(data: Path | None = None) -> Path:
-    """Return where reports are kept, in this folder or else in the user's data folder."""
-    return (data or data_folder()) / "selftest"
-
-
 class SelfTest:
     """One run at a time, and what earlier ones found. Belongs to the event loop."""
 
-    def __init__(self, news: News, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, news: News, host: ModelHost, folder: Path, command: Sequence[str] | None = None
+    ) -> None:
         self._news = news
-        self._folder = folder or reports_folder()
+        self._host = host
+        self._folder = folder
         self.running: Run | None = None
         self.error: str | None = None  # why the last run has no report
         self._command = command or PROGRAM
@@ -74,11 +71,12 @@ class SelfTest:
         pages = (folder / "report.html" for folder in _reports(self._folder) if folder.name == name)
         return next(pages, None)
 
-    def start(self, suites: Sequence[str] = SUITES, host: ModelHost | None = None) -> None:
+    def start(self, suites: Sequence[str] = SUITES) -> None:
         """Begin a run, once the host's model has given its memory back; SelfTestError: it cannot begin."""
-        if host is not None and host.loading is not None:
+        host = self._host
+        if host.loading is not None:
             raise SelfTestError(f"{host.loading.name} is being loaded: wait for it, or stop that first")
-        if host is not None and host.has_weights and host.service.idle_since_s is None:
+        if host.has_weights and host.service.idle_since_s is None:
             raise SelfTestError("an answer is being written: wait for it, or stop it first")
         if self.running is not None:
             raise SelfTestError("a self-test is running: stop it, or wait for it")
@@ -87,7 +85,7 @@ class SelfTest:
         chosen = tuple(suite for suite in SUITES if not suites or suite in suites)
         self.error = None
         self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen)
-        self._task = asyncio.create_task(self._run(self.running, host))
+        self._task = asyncio.create_task(self._run(self.running))
         self._news.tell(SELFTEST)
 
     async def stop(self) -> None:
@@ -113,11 +111,10 @@ class SelfTest:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _run(self, run: Run, host: ModelHost | None) -> None:
+    async def _run(self, run: Run) -> None:
         folder = self._folder / run.report
         try:
-            if host is not None:
-                await host.rest()
+            await self._host.rest()
             await asyncio.to_thread(_make_room, self._folder)
             lines = await self._child(run, folder)
             if not (folder / "report.html").is_file() and not (self.running and self.running.is_stopping):

@@ -1,1 +1,0 @@
-"""The services behind the page."""
