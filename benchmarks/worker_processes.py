@@ -45,7 +45,7 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.remote.worker import AttentionWorker
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -102,7 +102,7 @@ def serve(token_us: float) -> None:
         HostLayer.decode = slow  # type: ignore[method-assign]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
-        AttentionWorker(listener, os.environ[SECRET].encode(), WorkerLimits(1 << 34)).serve()
+        AttentionWorker(listener, os.environ[SECRET].encode(), 1 << 34).serve()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.world import Case, Parameters, cases, halves, stored
 from benchmarks.world_rows import Row
-from neo_desktop.engine.gpu_form import gpu_form
+from neo_desktop.engine.loading import gpu_form
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import BY_NAME
 from neo_desktop.models.linear.dense import DENSE

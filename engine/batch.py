@@ -4,10 +4,10 @@ Types made for every request in every iteration are named tuples: immutable like
 twice as fast to make.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +31,6 @@ def rounded_size(count: int, shift: int = 2, least: int = 1) -> int:
     return -(-count // step) * step
 
 
-class TokenMask(Protocol):
-    """Tokens that may come next."""
-
-    def allowed_tokens(self) -> bytes:
-        """Return one bit per token, see `GrammarState.allowed_tokens`."""
-
-
 class SamplingInput(NamedTuple):
     """Input of the sampler for one token."""
 
@@ -47,7 +40,7 @@ class SamplingInput(NamedTuple):
     position: int  # index of the chosen token in prompt + output
     prompt_token_ids: IntView  # without duplicates; empty unless a penalty needs them
     output_token_ids: IntView  # in order; empty unless a penalty needs them
-    grammar: TokenMask | None = None  # allowed tokens; None: all
+    allowed_tokens: Callable[[], bytes] | None = None  # see `GrammarState.allowed_tokens`; None: all
 
 
 class DraftRow(NamedTuple):
@@ -220,7 +213,6 @@ class IterationPlan:
 
     @property
     def all_sequences(self) -> Iterator[ScheduledSequence]:
-        """All sequences, the async ones last."""
         return chain(self.sequences, self.async_sequences)
 
 

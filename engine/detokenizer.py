@@ -1,22 +1,10 @@
 """Incremental conversion of tokens to text, with stop strings."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from neo_desktop.models.harmony import HarmonyStream
 from neo_desktop.models.thoughts import AnyPart, Thoughts, ThoughtSplitter
-
-
-class TextStream(Protocol):
-    """Decodes one request's tokens incrementally (`models.tokenizer`)."""
-
-    def step(self, token_id: int) -> str:
-        """Return the text that this token completes; empty while a character is unfinished."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text of an unfinished character."""
-        ...
+from neo_desktop.models.tokenizer import DecodeStream
 
 
 class IncrementalText:
@@ -29,7 +17,9 @@ class IncrementalText:
         thoughts: position of thoughts in the output; None: the output is all answer.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str], thoughts: Thoughts | None = None) -> None:
+    def __init__(
+        self, stream: DecodeStream | HarmonyStream, stop: Sequence[str], thoughts: Thoughts | None = None
+    ) -> None:
         self.stopped_by: str | None = None  # the stop string found
         self._stream = stream
         self._channels = stream if thoughts and isinstance(stream, HarmonyStream) else None

@@ -83,14 +83,11 @@ class DrafterExecutor:
 class Drafting:
     """The draft model of an engine.
 
-    Args:
-        model: the model's checkpoint, if it is open already.
-
     Raises:
         ModelError: it cannot be used, or its vocabulary differs from the model's.
     """
 
-    def __init__(self, options: EngineOptions, model: Checkpoint | None = None) -> None:
+    def __init__(self, options: EngineOptions, model: Checkpoint) -> None:
         assert options.draft_model is not None
         self.options = options  # for the model: memory that the draft model took does not count as free
         self.drafter: DraftModel | None = None  # set by `plan`
@@ -101,7 +98,6 @@ class Drafting:
             raise ModelError(
                 f"{self._name} has recurrent layers and cannot draft: choose another draft model."
             )
-        model = model or open_model(options.model, options.mmproj)
         difference = model.tokenizer().difference(checkpoint.tokenizer())
         if difference is not None:
             raise ModelError(
@@ -149,9 +145,7 @@ class Drafting:
         options = _own_options(self.options, device)
         loaded = load(options, checkpoint=self._checkpoint)
         decoder, config = loaded.decoder, loaded.config
-        num_blocks = num_kv_blocks(
-            config, decoder.dtype, room_for_kv(options, FreeMemory.now(decoder.device))
-        )
+        num_blocks = num_kv_blocks(config, decoder.dtype, options, FreeMemory.now(decoder.device))
         limits = DraftLimits(
             config.max_context_tokens,
             config.vocab_size,
@@ -200,7 +194,7 @@ def _left(
     check_weights_fit(draft, dtype, device, own, left, form)
     weights = draft.weight_bytes(dtype, form)
     left = left.without(weights)
-    kv = num_kv_blocks(draft, dtype, room_for_kv(own, left)) * kv_block_bytes(draft, dtype)
+    kv = num_kv_blocks(draft, dtype, own, left) * kv_block_bytes(draft, dtype)
     left = left.without(kv)
     if is_gpu:
         return charged(options, "gpu_memory_gib", weights + kv, WHAT), left
@@ -226,19 +220,15 @@ def _own_options(options: EngineOptions, device: torch.device) -> EngineOptions:
     )
 
 
-def room_for_kv(options: EngineOptions, free: FreeMemory) -> int:
-    """Return the bytes that a drafter's KV may take; `free`: after its weights are loaded."""
-    cap = options.gpu_memory_bytes if free.gpu_bytes is not None else options.cpu_memory_bytes
-    return int(KV_SHARE * (free.device_bytes if cap is None else min(free.device_bytes, cap)))
-
-
 def kv_block_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a block in all layers."""
     return config.num_layers * block_bytes(config, BLOCK_SIZE, dtype)
 
 
-def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, room: int) -> int:
-    """Return the KV blocks of a drafter; `room`: bytes, see `room_for_kv`."""
+def num_kv_blocks(config: ModelConfig, dtype: torch.dtype, options: EngineOptions, free: FreeMemory) -> int:
+    """Return the KV blocks of a drafter; `free`: after its weights are loaded."""
+    cap = options.gpu_memory_bytes if free.gpu_bytes is not None else options.cpu_memory_bytes
+    room = int(KV_SHARE * (free.device_bytes if cap is None else min(free.device_bytes, cap)))
     run_bytes = BLOCKS_PER_RUN * kv_block_bytes(config, dtype)
     run_tokens = BLOCKS_PER_RUN * BLOCK_SIZE
     most = KV_CONTEXTS * -(-config.max_context_tokens // run_tokens)

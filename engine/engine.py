@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -18,7 +17,7 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline
-from neo_desktop.engine.generate import Completion, new_requests, one_per_prompt
+from neo_desktop.engine.generate import Completion, new_requests
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.input_processor import InputProcessor, PreparedRequest, Prompt
@@ -48,7 +47,6 @@ from neo_desktop.engine.setup import (
     set_up,
 )
 from neo_desktop.engine.stats import EngineStats
-from neo_desktop.models.config import GenerationDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +85,8 @@ class Engine(Iterations):
         # Thread-safe. Callers compile before they add a request, so that compilation delays no iteration.
         self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
+        self.note = model.streams.note  # for the user, about the GPU partition
+        self.sampling_defaults = model.config.generation  # that the model's authors recommend
         self.vision, self.blindness = model.vision, model.blindness
         self._decoder = model.decoder
         self._kv_cache = kv_cache
@@ -132,7 +132,6 @@ class Engine(Iterations):
         Args:
             cost_model: of the scheduler; None: measured on this computer at the first start with this model,
                 and cached on disk.
-            progress: reports the progress of loading and profiling.
         """
         # Before loading, find out what works here.
         device = choose_device(options.device)
@@ -204,16 +203,6 @@ class Engine(Iterations):
             )
             engine._resources = resources.pop_all()
             return engine
-
-    @property
-    def sampling_defaults(self) -> GenerationDefaults:
-        """Sampling parameters that the model's authors recommend."""
-        return self.config.generation
-
-    @property
-    def note(self) -> str | None:
-        """A note for the user about the GPU partition."""
-        return self.streams.note
 
     @property
     def gpu_bytes(self) -> int:
@@ -295,7 +284,10 @@ class Engine(Iterations):
             ValueError: a prompt or a setting cannot be used; nothing runs then.
             EngineError: the engine had to give up a request.
         """
-        each = one_per_prompt(params or SamplingParams(), len(prompts))
+        params = params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise ValueError(f"got {len(prompts)} prompts but {len(each)} sampling params")
         return [Completion.of(outputs) for outputs in self.run(prompts, each)]
 
     def embed(self, prompts: Sequence[Prompt], pooling: Pooling = "mean") -> list[FloatArray]:
@@ -347,7 +339,7 @@ class Engine(Iterations):
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
             num_running=queues.num_running,
-            num_running_at=queues.num_running_at,
+            num_running_at={tier: len(requests) for tier, requests in queues.running.items()},
             num_waiting=len(queues.waiting),
             num_iterations=self.num_started,
             **counters,
@@ -393,7 +385,5 @@ class Engine(Iterations):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -47,11 +47,10 @@ class Mechanism:
 
     def position(self, level: str) -> int:
         """Return the position of a level, 0 for the highest; raise ValueError if it is unknown."""
-        for index, each in enumerate(self.levels):
-            if each.name == level:
-                return index
-        names = ", ".join(each.name for each in self.levels)
-        raise ValueError(f"{self.name} has no level {level!r}; choose one of: {names}")
+        names = [each.name for each in self.levels]
+        if level not in names:
+            raise ValueError(f"{self.name} has no level {level!r}; choose one of: {', '.join(names)}")
+        return names.index(level)
 
 
 def _kernel(name: str, title: str) -> Mechanism:
@@ -156,28 +155,20 @@ class Fallbacks:
     """Levels of the mechanisms; thread-safe.
 
     Args:
-        forced: `mechanism -> level`; ValueError: one of them is unknown.
+        environment: NEO_DESKTOP_LEVEL_… variables force levels; ValueError: one of them is unknown.
     """
 
-    def __init__(self, forced: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._lock = threading.Lock()
         self._lowered: dict[str, tuple[int, str]] = {}  # mechanism -> position of its level, and the reason
-        self._changes = 0
-        for name, level in (forced or {}).items():
+        self.changes = 0  # so far: rebuild objects that depend on levels when it has grown
+        for given, level in (environment or {}).items():
+            if not given.startswith(VARIABLE_PREFIX) or not level:
+                continue
+            name = given.removeprefix(VARIABLE_PREFIX).lower()
             if name not in MECHANISMS:
                 raise ValueError(f"unknown mechanism {name!r}; choose one of: {', '.join(MECHANISMS)}")
             self._lowered[name] = MECHANISMS[name].position(level), f"{variable(name)} asks for it"
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "Fallbacks":
-        """Make fallbacks from NEO_DESKTOP_LEVEL_… variables; raises the constructor's errors."""
-        return cls(
-            {
-                name.removeprefix(VARIABLE_PREFIX).lower(): level
-                for name, level in environment.items()
-                if name.startswith(VARIABLE_PREFIX) and level
-            }
-        )
 
     def level(self, mechanism: str) -> str:
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name
@@ -206,24 +197,23 @@ class Fallbacks:
             reason: a clause for users, like "the driver refused ...".
             is_told: users know already; do not log.
         """
-        has_changed = self._lower(mechanism, level, reason)
-        if has_changed and not is_told:
-            _warn([mechanism], level, reason)
-        return has_changed
+        return self.limit_all([mechanism], level, reason, is_told=is_told)
 
-    def _lower(self, mechanism: str, level: str, reason: str) -> bool:
-        position = MECHANISMS[mechanism].position(level)
-        with self._lock:
-            if self._state(mechanism)[0] >= position:
-                return False
-            self._lowered[mechanism] = position, reason
-            self._changes += 1
-        return True
-
-    def limit_all(self, mechanisms: Iterable[str], level: str, reason: str) -> None:
+    def limit_all(self, names: Iterable[str], level: str, reason: str, *, is_told: bool = False) -> bool:
         """Limit several mechanisms; log one line about the changed ones."""
-        if changed := [name for name in mechanisms if self._lower(name, level, reason)]:
-            _warn(changed, level, reason)
+        changed: list[Mechanism] = []
+        for mechanism in map(MECHANISMS.__getitem__, names):
+            position = mechanism.position(level)
+            with self._lock:
+                if self._state(mechanism.name)[0] < position:
+                    self._lowered[mechanism.name] = position, reason
+                    self.changes += 1
+                    changed.append(mechanism)
+        if changed and not is_told:
+            titles = "; ".join(each.title for each in changed)
+            what = changed[0].levels[changed[0].position(level)].what
+            logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
+        return bool(changed)
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Fall back by one level; return False if no lower level exists."""
@@ -245,7 +235,7 @@ class Fallbacks:
         finally:
             with self._lock:
                 self._lowered = before
-                self._changes += 1
+                self.changes += 1
 
     def put(self, levels: Mapping[str, str]) -> None:
         """Use these levels from now on, higher or lower than before."""
@@ -253,12 +243,7 @@ class Fallbacks:
         states = {name: (MECHANISMS[name].position(level), reason) for name, level in levels.items()}
         with self._lock:
             self._lowered |= states
-            self._changes += 1
-
-    @property
-    def changes(self) -> int:
-        """Number of changes so far; rebuild objects that depend on levels when it has grown."""
-        return self._changes
+            self.changes += 1
 
     def states(self) -> Sequence[FallbackState]:
         return [
@@ -275,13 +260,6 @@ class Fallbacks:
         return {name: self.level(name) for name, (position, _) in self._lowered.items() if position}
 
 
-def _warn(mechanisms: Sequence[str], level: str, reason: str) -> None:
-    chosen = [MECHANISMS[name] for name in mechanisms]
-    what = chosen[0].levels[chosen[0].position(level)].what
-    titles = "; ".join(each.title for each in chosen)
-    logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
-
-
 @cache
 def is_wsl(release: Path = _RELEASE) -> bool:
     """Return True in Linux inside Windows (WSL2), where the driver refuses more operations."""
@@ -296,5 +274,5 @@ def variable(mechanism: str) -> str:
     return VARIABLE_PREFIX + mechanism.upper()
 
 
-fallbacks = Fallbacks.from_environment(os.environ)  # the process's
+fallbacks = Fallbacks(os.environ)  # the process's
 native.follow_isa(lambda: fallbacks.level("isa"))

@@ -142,7 +142,6 @@ class ChildProcess:
             alarm()
 
     def end(self) -> None:
-        """Kill the process."""
         self._process.kill()
         self.status(EXIT_S)  # it may hang in a driver for good
         with contextlib.suppress(OSError):  # unwritten data is lost

@@ -41,17 +41,6 @@ class Completion:
         )
 
 
-def one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
-) -> Sequence[SamplingParams]:
-    """Return the settings of every prompt; raise ValueError if their number differs."""
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(f"got {num_prompts} prompts but {len(params)} sampling params")
-    return params
-
-
 def new_requests(
     request_id: str,
     prepared: PreparedRequest,

@@ -126,15 +126,11 @@ class GrammarState:
         self._vocabulary = vocabulary
         self._on_error = on_error
         self._end = b""  # end of the output, until `awaited` appears
-        self._error: str | None = None
+        self.error: str | None = None
 
     @property
     def is_complete(self) -> bool:
         return not self._awaited and self._matcher.is_stopped()
-
-    @property
-    def error(self) -> str | None:
-        return self._error
 
     def allowed_tokens(self) -> bytes:
         """Return one bit per token, set if it may come next: token i is bit i % 8 of byte i // 8.
@@ -158,23 +154,23 @@ class GrammarState:
             self._end = text[-len(self._awaited) :]
             if self._awaited in text:
                 self._awaited = b""
-        elif self._error is None:
+        elif self.error is None:
             if not self._matcher.consume_token(token_id):
                 self._fail()
             elif self._keys is not None:
                 self._keys.feed(self._vocabulary.tokens[token_id])
-        return self._error is None
+        return self.error is None
 
     def after(self, token_id: int) -> "GrammarState | None":
         """Return the state after one more token, this one unchanged; None: the token is not allowed."""
         keys = None if self._keys is None else self._keys.copy()
         # A failure of the copy says nothing about the output.
         copy = GrammarState(self._matcher.deep_copy(), self._awaited, self._vocabulary, keys, bool)
-        copy._end, copy._error = self._end, self._error
+        copy._end, copy.error = self._end, self.error
         return copy if copy.accept(token_id) else None
 
     def _fail(self) -> None:
-        self._error = f"grammar cannot be followed any further: {_reason(self._matcher.get_error())}"
+        self.error = f"grammar cannot be followed any further: {_reason(self._matcher.get_error())}"
         self._on_error()
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from neo_desktop.engine.kv.cache import KVCache, PoolSize
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN, full_runs
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.options import GIB, EngineOptions
@@ -133,7 +133,7 @@ class HostReserve:
         held_bytes = sum(size.touched * self._pools[tier].block_bytes for tier, size in sizes.items())
         share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
         kept = {
-            tier: max(_whole_runs(size.touched * share), self._least_blocks(tier, size))
+            tier: max(full_runs(size.touched * share), self._least_blocks(tier, size))
             for tier, size in sizes.items()
         }
         limits = {
@@ -175,7 +175,7 @@ class HostReserve:
         share = min(spare / missing, 1.0)
         limits = {}
         for tier, size in sizes.items():
-            grown = max(_whole_runs(size.limit + (size.most - size.limit) * share), size.limit)
+            grown = max(full_runs(size.limit + (size.most - size.limit) * share), size.limit)
             limit = limits[tier] = size.most if share == 1.0 else grown
             if limit > size.limit:
                 tokens, most = (n * self._kv.block_size for n in (limit, size.most))
@@ -188,7 +188,3 @@ class HostReserve:
         self._set_limits({tier: size.most for tier, size in self._sizes().items()})
         self._pools = {}
         self._draining.clear()
-
-
-def _whole_runs(num_blocks: float) -> int:
-    return int(num_blocks) // BLOCKS_PER_RUN * BLOCKS_PER_RUN

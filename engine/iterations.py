@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 
-from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationTiming
+from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.host_reserve import HostReserve
@@ -25,9 +25,7 @@ class Iterations:
     """Runs the scheduler's plans; single-threaded. `Engine` adds requests and views.
 
     Args:
-        executor: computes; closed and dropped by `close`.
-        cost_model: learns from each iteration.
-        notes: for live views.
+        executor: closed and dropped by `close`.
         reserve: manages host memory; None: caches keep their size.
         disk: keeps blocks that leave the caches; None: they are lost.
     """
@@ -81,7 +79,10 @@ class Iterations:
         self._gained += self._scheduler.update(result)
         num_accepted += self._scheduler.counters.num_accepted
         if result.timing is not None:
-            self._book_time(result.timing)
+            now = time.perf_counter()
+            if self._last_end_s is not None:
+                self.outside_s += now - self._last_end_s - result.timing.total_ms / 1e3
+            self._last_end_s = now
             if self._notes.is_on:
                 self._notes.note(plan, result.timing, num_accepted)
             if self._cost_model is not None:
@@ -211,12 +212,6 @@ class Iterations:
             self._failed += self._scheduler.fail(f"the device has no memory left: {error}")
         elif not is_known:  # the limit stays for a while; larger iterations are retried now and then
             logger.warning("the device is short of memory: continuing with smaller iterations (%s)", error)
-
-    def _book_time(self, timing: IterationTiming) -> None:
-        now = time.perf_counter()
-        if self._last_end_s is not None:
-            self.outside_s += now - self._last_end_s - timing.total_ms / 1e3
-        self._last_end_s = now
 
     def close(self) -> None:
         """Close and drop the executor and the KV pools; may be called again."""

@@ -8,7 +8,6 @@ of objects. If schemas apply to the same value, as in `allOf`, objects stay open
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -71,12 +70,11 @@ class Unenforced(NamedTuple):
         return f"{self.path}: {self.keyword!r} is not enforced"
 
 
-@dataclass(slots=True)
-class Enforceable:
+class Enforceable(NamedTuple):
     """A schema for llguidance, and the constraints that it leaves out."""
 
     schema: Json
-    unenforced: list[Unenforced] = field(default_factory=list)
+    unenforced: list[Unenforced]
 
 
 def enforceable(schema: object, *, is_strict: bool = False) -> Enforceable:

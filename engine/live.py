@@ -218,7 +218,6 @@ class Notes:
 
     @property
     def iterations(self) -> tuple[LiveIteration, ...]:
-        """The noted iterations."""
         return tuple(self._iterations)
 
     @property

@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, weight_bytes
+from neo_desktop.engine.cuda.pinned import PageableError, check_weight_pages, mapped_bytes, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.options import BUILTIN, EngineOptions
@@ -113,7 +112,7 @@ def load(
         fallbacks.limit("quantised", "exact", "weights_dtype 'exact' asks for it", is_told=True)
     if options.shape is not None:
         config = config_of_rank(published_shape(options.shape), rank)
-        dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
+        dtype = choose_dtype(options.dtype, config, device, host_memory().available_bytes // rank.count)
         with streams.on_device():
             form: WeightFormat = DENSE if device.type == "cpu" else gpu_form(DENSE)
             placed = plan(config, form, dtype, device)
@@ -140,7 +139,9 @@ def load(
     tokenizer = checkpoint.tokenizer()
     stored = stored_form(weights, config)
     form = kept_form(stored, options, device, config)
-    dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
+    dtype = choose_dtype(
+        asked_dtype(options), config, device, host_memory().available_bytes // rank.count, form
+    )
     if device.type == "cuda" and isinstance(stored, StoredForm) and fallbacks.level("quantised") == "torch":
         _tell_of_no_kernels(stored, form, config, dtype)
 
@@ -171,11 +172,6 @@ def identity_of(checkpoint: Checkpoint, weights: Weights) -> str:
         files.add(checkpoint.tower.path)
     stats = ((file.name, file.stat()) for file in sorted(files))
     return repr([(name, status.st_size, status.st_mtime_ns) for name, status in stats])
-
-
-def available_bytes(rank: Rank) -> int:
-    """Return this rank's share of the free host memory."""
-    return host_memory().available_bytes // rank.count
 
 
 def _plan(
@@ -280,6 +276,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
+def gpu_form(form: Dense) -> Dense:
+    """Return a format with kernels for packed matrices; tables are in host memory if that is pinned."""
+    return form.on_gpu(dispatch, mapped_bytes if fallbacks.level("host_memory") == "pinned" else None)
+
+
 def kept_form(
     stored: WeightFormat,
     options: EngineOptions,
@@ -344,10 +345,8 @@ def choose_dtype(
     or float32 if the device has no bfloat16.
 
     Raises:
-        ValueError: unknown name, or the GPU lacks the dtype.
+        ValueError: the GPU lacks the dtype.
     """
-    if name not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
     has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     if name == "bfloat16" and not has_bfloat16:
         raise ValueError(

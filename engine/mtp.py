@@ -21,7 +21,6 @@ from neo_desktop.engine.drafting import (
     charged,
     kv_block_bytes,
     num_kv_blocks,
-    room_for_kv,
 )
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import LoadedModel, kept_form, model_path
@@ -53,7 +52,6 @@ from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.assistant import Pairing
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import Weights, may_predict
 
 logger = logging.getLogger(__name__)
@@ -150,7 +148,7 @@ def plan_beside(
     """
     config = layer.config
     form = kept_form(layer.stored, options, device, config, free.gpu_bytes)
-    num_blocks = 0 if layer.is_assistant else num_kv_blocks(config, dtype, room_for_kv(options, free))
+    num_blocks = 0 if layer.is_assistant else num_kv_blocks(config, dtype, options, free)
     kv = num_blocks * kv_block_bytes(config, dtype)
     nbytes = own_bytes(config, dtype, form) + kv
     limits = SchedulerLimits(max(layer.most_tokens, MOST_REQUESTS), MOST_REQUESTS)
@@ -173,14 +171,14 @@ def drafting_of(options: EngineOptions, checkpoint: Checkpoint | None) -> "Draft
     """Return what computes drafts for a model; None: nothing does.
 
     Raises:
-        ValueError, ModelError: see `Drafting`, `MtpDrafting.of` and `MtpDrafting.of_assistant`.
+        ValueError, ModelError: see `Drafting`, `MtpDrafting.of` and `open_assistant`.
     """
-    if options.draft_model is None:
+    if options.draft_model is None or checkpoint is None:
         return MtpDrafting.of(options, checkpoint)
     assistant = assistant_folder(model_path(options.draft_model))
-    if assistant is None or checkpoint is None:  # the latter is refused there
+    if assistant is None:
         return Drafting(options, checkpoint)
-    return MtpDrafting.of_assistant(options, checkpoint, assistant)
+    return MtpDrafting(options, assistant.name, *open_assistant(assistant, checkpoint.config()))
 
 
 class MtpDrafting:
@@ -243,17 +241,6 @@ class MtpDrafting:
             logger.warning("%s: its layer of multi-token prediction is not used: %s", checkpoint.name, error)
             return None
 
-    @classmethod
-    def of_assistant(
-        cls, options: EngineOptions, checkpoint: Checkpoint, folder: SafetensorsFolder
-    ) -> "MtpDrafting":
-        """Return an assistant of a checkpoint's model.
-
-        Raises:
-            ModelError: it was made for another model, or cannot be used.
-        """
-        return cls(options, folder.name, *open_assistant(folder, checkpoint.config()))
-
     def plan(
         self, config: ModelConfig, form: WeightFormat, dtype: torch.dtype, device: torch.device
     ) -> WeightPlan | None:
@@ -286,7 +273,9 @@ class MtpDrafting:
         if self._beside is None:
             return None
         try:
-            return self._attach(loaded, self._beside)
+            head = self._head(loaded, self._beside)
+            logger.info("%s drafts, in %.2f GB", self._who, self._beside.nbytes / 1e9)
+            return head
         except Exception as error:  # any exception: the model works without the layer
             if is_lost(error) or self._is_required:
                 raise
@@ -295,14 +284,9 @@ class MtpDrafting:
         logger.warning("%s is not used: %s", self._who, why)
         return None
 
-    def _attach(self, loaded: LoadedModel, beside: Beside) -> MtpHead | AssistantHead:
+    def _head(self, loaded: LoadedModel, beside: Beside) -> MtpHead | AssistantHead:
         with loaded.streams.on_device():
             decoder = load_prediction(self._config, self._weights, loaded.decoder, beside.form)
-        head = self._head(decoder, loaded, beside)
-        logger.info("%s drafts, in %.2f GB", self._who, beside.nbytes / 1e9)
-        return head
-
-    def _head(self, decoder: TracedDecoder, loaded: LoadedModel, beside: Beside) -> MtpHead | AssistantHead:
         if self._pairing is not None:
             operators = dispatch if decoder.device.type == "cuda" else None
             stages = stages_of(decoder, operators)

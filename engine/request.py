@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -93,6 +93,9 @@ class RequestState:
         return num_tokens
 
 
+R = TypeVar("R", bound=RequestState)
+
+
 class Request(RequestState):
     """One sequence of tokens that grows until it is finished.
 
@@ -100,8 +103,6 @@ class Request(RequestState):
         choice: index among the n outputs of the prompt.
         seed: with `choice` and a token's position, determines the random number for that token.
         max_context_tokens: limit on prompt and output together.
-        grammar: initial grammar state of the output.
-        budget: of its thoughts.
         block_hashes: known hashes of the prompt's full blocks.
         images: rows of the prompt that come from images.
         predicted_token_ids: a text that the output probably resembles; a source of drafts.
@@ -187,6 +188,7 @@ class Request(RequestState):
 
     def sampling_input(self) -> SamplingInput:
         forced = None if self._budget is None else self._budget.mask()
+        allowed = None if self._grammar is None else self._grammar.allowed_tokens
         return SamplingInput(
             self.params,
             self._seed,
@@ -194,7 +196,7 @@ class Request(RequestState):
             self.num_tokens,
             self._distinct_prompt,
             self._output.view() if self._has_penalties else NO_TOKENS,
-            forced or self._grammar,
+            allowed if forced is None else lambda: forced,
         )
 
     def draft_rows(self, draft: Sequence[int]) -> list[DraftRow]:
@@ -212,7 +214,8 @@ class Request(RequestState):
             if self._has_penalties:
                 output = np.append(output, np.int32(token_id))
             grammar = after
-            last = last._replace(position=last.position + 1, output_token_ids=output, grammar=grammar)
+            allowed = None if grammar is None else grammar.allowed_tokens
+            last = last._replace(position=last.position + 1, output_token_ids=output, allowed_tokens=allowed)
             rows.append(DraftRow(token_id, last))
         return rows
 

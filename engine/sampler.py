@@ -75,7 +75,7 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
 def is_plain(item: SamplingInput) -> bool:
     """Return True if only the most probable token is needed; its logits are not copied."""
     params = item.params
-    is_changed = params.has_penalties or params.logit_bias or item.grammar is not None
+    is_changed = params.has_penalties or params.logit_bias or item.allowed_tokens is not None
     return params.is_greedy and not is_changed and params.logprobs is None
 
 
@@ -147,12 +147,12 @@ def _add_biases(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
 
 
 def _apply_grammars(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    grammars = {row: item.grammar for row, item in enumerate(inputs) if item.grammar is not None}
-    if not grammars:
+    limited = {row: item.allowed_tokens for row, item in enumerate(inputs) if item.allowed_tokens is not None}
+    if not limited:
         return logits
-    index = upload(list(grammars), torch.int64, logits.device)
-    masks = bytearray().join(grammar.allowed_tokens() for grammar in grammars.values())
-    packed = np.frombuffer(masks, np.uint8).reshape(len(grammars), -1)
+    index = upload(list(limited), torch.int64, logits.device)
+    masks = bytearray().join(allowed_tokens() for allowed_tokens in limited.values())
+    packed = np.frombuffer(masks, np.uint8).reshape(len(limited), -1)
     packed_masks = upload(packed, torch.uint8, logits.device)
     bit = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (packed_masks.unsqueeze(-1) >> bit).bitwise_and_(1).flatten(1)

@@ -36,16 +36,10 @@ from neo_desktop.engine.options import GIB, EngineOptions
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import prompt_ms
-from neo_desktop.engine.profiling.budget import (
-    FreeMemory,
-    KVBudget,
-    cache_tokens_of,
-    cpu_cache_dtype,
-    limits_of,
-)
+from neo_desktop.engine.profiling.budget import FreeMemory, KVBudget, cache_tokens_of, limits_of
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.profiling.rates import measured_bus_share
-from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.profiling.warm_up import Gauge, warm_up
 from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.remote.cluster import Cluster, check_ray
@@ -93,7 +87,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
     """
     tiers = get_policy(options.policy).tiers
-    if cpu_cache_dtype(options) is not None and not any(tier.host_attends for tier in tiers):
+    if options.cpu_cache_dtype != "auto" and not any(tier.host_attends for tier in tiers):
         raise ValueError(f"cpu_cache_dtype is {options.cpu_cache_dtype}, but this policy has no CPU-cache")
     for tier, tokens in cache_tokens_of(options).items():
         if tokens and tier not in tiers:
@@ -139,7 +133,8 @@ def cost_model_of(
     if tables is None:
         return None
     if parts.workers is not None:
-        tables = tables.with_attention(*measured_workers(storage, decoder))
+        attention, networks = measured_workers(storage, decoder)
+        tables = replace(tables, attention={**tables.attention, **attention}, networks=networks)
     return CorrectedCostModel.of(tables)
 
 
@@ -243,8 +238,7 @@ def take_memory(
         native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
         if any(tier.is_streamed for tier in tiers):
             bus_share = measured_bus_share(decoder.device)
-        gauge = TorchGauge(decoder.device)
-        iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, gauge)
+        iteration_bytes = warm_up(decoder, tiers, limits, loaded.streams, Gauge(decoder.device))
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
     if member is not None:
         member.join(decoder.dtype, decoder.device)

@@ -1,7 +1,6 @@
 """Ends a thought that has used up its tokens: its closing marks are forced."""
 
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 
@@ -67,19 +66,10 @@ class ThoughtBudget:
         if self._splitter.is_thinking and self._left <= 0 and not is_header:
             self._forced.extend(self._closing)
 
-    def mask(self) -> "FixedMask | None":
-        """Return the allowed tokens; None: all that a grammar allows."""
+    def mask(self) -> bytes | None:
+        """Return the allowed tokens as one bit each; None: all that a grammar allows."""
         if not self._forced and not (self._is_header and self._last == self._marks[0]):
             return None
         allowed = np.full(self._num_bits, not self._forced)
         allowed[self._forced[0] if self._forced else self._marks[2]] = bool(self._forced)
-        return FixedMask(np.packbits(allowed, bitorder="little").tobytes())
-
-
-class FixedMask(NamedTuple):
-    """A `TokenMask` that does not change."""
-
-    bits: bytes
-
-    def allowed_tokens(self) -> bytes:
-        return self.bits
+        return np.packbits(allowed, bitorder="little").tobytes()

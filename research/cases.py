@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
-from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.loading import gpu_form
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits

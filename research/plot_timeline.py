@@ -77,7 +77,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, SchedulerLimits(2048, 256), cost)
     queues = scheduler.queues
     for ordinal, lengths in enumerate(synthetic(100, 372, 45)):
-        queues.add(SimulatedRequest(ordinal, lengths))
+        queues.waiting.append(SimulatedRequest(ordinal, lengths))
     rows, clock_ms = [], 0.0
     while (decision := scheduler.decide()) is not None:
         num_chunk_tokens = sum(n for batch in decision.sub_batches for _, n in batch if n > 1)

@@ -27,11 +27,11 @@ from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.section import Section, Spread, Table
 from neo_desktop.app.bench.words import many, say
 from neo_desktop.app.words import binary_size
-from neo_desktop.engine.cuda.streams import Streams, open_streams
-from neo_desktop.engine.execute.backend import open_backend
+from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
-from neo_desktop.engine.profiling.offload import OffloadTimer
+from neo_desktop.engine.profiling.offload import round_trip_s
 from neo_desktop.engine.progress import Progress
 
 LEAST_ROUNDS = 3
@@ -146,9 +146,9 @@ def run_hardware(bench: BenchOptions, progress: Progress) -> Iterator[HardwareRe
         if timer is not None:
             work += _of_gpu(timer, sizes, options.transfer_bytes)
         for way in ("threads",) if timer is None else ("streams", "graph"):
-            between = stack.enter_context(closing(offload_of(streams, in_graph=way == "graph")))
+            backend = stack.enter_context(closing(open_backend(streams)))
             for each in options.offload_bytes:
-                measure = partial(_offload_us, between, each)
+                measure = partial(_offload_us, streams.device, backend, each, in_graph=way == "graph")
                 work.append(Measurement(_OFFLOADS[way], binary_size(each), "us", measure))
         for done in rounds(work, options.seconds, progress):
             yield HardwareReport(
@@ -171,12 +171,8 @@ def run_hardware(bench: BenchOptions, progress: Progress) -> Iterator[HardwareRe
     progress(1.0, "done")
 
 
-def offload_of(streams: Streams, *, in_graph: bool) -> OffloadTimer:
-    return OffloadTimer(streams.device, open_backend(streams), in_graph=in_graph)
-
-
-def _offload_us(between: OffloadTimer, nbytes: int) -> float:
-    return between.seconds(nbytes) * 1e6
+def _offload_us(device: torch.device, backend: Backend, nbytes: int, *, in_graph: bool) -> float:
+    return round_trip_s(device, backend, nbytes, in_graph=in_graph) * 1e6
 
 
 def _of_host(host: Host, options: HardwareOptions) -> Iterator[Measurement]:

@@ -15,7 +15,7 @@ from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.trust import make_secret, read_secret
-from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.remote.worker import AttentionWorker
 from neo_desktop.engine.setup import bind_threads
 
 GIB = 1 << 30
@@ -38,7 +38,7 @@ def run_worker(options: WorkerOptions) -> None:
         native.set_default_num_threads(options.threads)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.create_server((address.host, address.port), family=family, backlog=16) as listener:
-        worker = AttentionWorker(listener, secret, WorkerLimits(memory, device))
+        worker = AttentionWorker(listener, secret, memory, device)
         # Ctrl-C and SIGTERM come to the thread that accepts, and end that.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: worker.close())

@@ -9,8 +9,7 @@ from typer import BadParameter
 
 from neo_desktop.app.simulate.options import SimulationOptions
 from neo_desktop.app.simulate.traced_shapes import TRACED_SHAPES
-from neo_desktop.engine.gpu_form import gpu_form
-from neo_desktop.engine.loading import model_path
+from neo_desktop.engine.loading import gpu_form, model_path
 from neo_desktop.engine.mtp import Layer, plan_beside
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel

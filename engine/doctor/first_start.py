@@ -27,12 +27,6 @@ def check_at_first_start(
 
     On a GPU the checks run now unless a verdict exists. On a CPU only `neo-desktop doctor` runs them.
 
-    Args:
-        subject: the model and options to check.
-        device: the chosen device.
-        progress: called for each check.
-        child: the command of the child process.
-
     Returns:
         The new or stored verdict; None: unknown.
 
@@ -48,7 +42,12 @@ def check_at_first_start(
         verdict = _check(subject, key, progress, child)
     if verdict is not None:
         verdict.apply(fallbacks)
-        _refuse_what_fails(verdict)
+        if (lost := next(iter(verdict.lost), None)) is not None:
+            raise RuntimeError(
+                f"a check on this computer fails at every fallback level ({lost.title}: {lost.reason}): "
+                "neo-desktop doctor --refresh checks again, --device cpu avoids the GPU, "
+                f"{VARIABLE}=off starts anyway"
+            )
     return verdict
 
 
@@ -87,13 +86,3 @@ def _check(
         if outcome.mechanism is None:
             logger.warning("%s: %s", outcome.title, outcome.reason)
     return verdict
-
-
-def _refuse_what_fails(verdict: Verdict) -> None:
-    if verdict.lost:
-        lost = verdict.lost[0]
-        raise RuntimeError(
-            f"a check on this computer fails at every fallback level ({lost.title}: {lost.reason}): "
-            "neo-desktop doctor --refresh checks again, --device cpu avoids the GPU, "
-            f"{VARIABLE}=off starts anyway"
-        )

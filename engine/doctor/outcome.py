@@ -1,7 +1,7 @@
 """Results of checks, and the resulting limits on fallbacks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
@@ -59,7 +59,6 @@ class Outcome:
 
     @property
     def is_ok(self) -> bool:
-        """True if the check succeeded."""
         return self.result is Result.OK
 
     @property
@@ -72,12 +71,9 @@ class Outcome:
         """True if the check takes the memory of a model."""
         return self.name.partition("-")[0] in (MODEL, ANSWERS, MEMORY)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Make an outcome from the result of `to_json`; raises KeyError, TypeError or ValueError."""
+        """Make an outcome from the result of `asdict`; raises KeyError, TypeError or ValueError."""
         return cls(**{**data, "result": Result(data["result"])})
 
 

@@ -74,7 +74,6 @@ def run_selfchecks(
 
     Args:
         listener: called when a check starts and when it ends.
-        child: the command of the child process.
     """
     listener = listener or (lambda title, outcome: None)
     outcomes: list[Outcome] = []

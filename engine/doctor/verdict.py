@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,15 @@ class Verdict:
 
     @property
     def has_begun(self) -> bool:
-        """True if at least one check ran."""
         return any(outcome.name != "start" for outcome in self.outcomes)
 
     @property
+    def lost(self) -> list[Outcome]:
+        """Mechanisms that fail at every level, as the outcome of the lowest level."""
+        return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
+
+    @property
     def failed(self) -> list[Outcome]:
-        """The checks that failed."""
         return [outcome for outcome in self.outcomes if outcome.has_failed]
 
     @property
@@ -48,11 +51,6 @@ class Verdict:
         missed = (outcome for outcome in self.outcomes if outcome.result is Result.NO_MEMORY)
         return all(self.is_quick and outcome.needs_model for outcome in missed)
 
-    @property
-    def lost(self) -> list[Outcome]:
-        """Mechanisms that fail at every level, as the outcome of the lowest level."""
-        return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
-
     def apply(self, fallbacks: Fallbacks) -> None:
         """Limit the fallbacks to working levels; log one line per mechanism changed."""
         for limit in limits_of(self.outcomes):
@@ -63,7 +61,7 @@ class Verdict:
             "key": dict(self.key),
             "checked_at": self.checked_at,
             "is_quick": self.is_quick,
-            "outcomes": [outcome.to_json() for outcome in self.outcomes],
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
 
 

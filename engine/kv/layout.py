@@ -12,6 +12,11 @@ BLOCK_SIZE = 16  # tokens per block
 BLOCKS_PER_RUN = 4
 
 
+def full_runs(num_blocks: float) -> int:
+    """Return how many of these blocks fill whole runs."""
+    return int(num_blocks) // BLOCKS_PER_RUN * BLOCKS_PER_RUN
+
+
 def in_whole_runs(tokens: int) -> int:
     """Return the tokens of the runs that hold this many, the unit of allocation."""
     run = BLOCK_SIZE * BLOCKS_PER_RUN

@@ -4,11 +4,10 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from neo_desktop.engine.batch import NO_CONTENTS, Contents
@@ -172,9 +171,6 @@ class Network:
     sending: Curve
 
 
-NO_NETWORKS: Mapping[KVTier, Network] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class TableCostModel:
     """Predicted times in milliseconds, interpolated in measured tables; the time of a stage is for one layer.
@@ -207,13 +203,6 @@ class TableCostModel:
     # Networks of workers. Like the workers' attention, they are measured at each start and not saved.
     networks: Mapping[KVTier, Network] = field(default_factory=dict)
     correction: Correction = field(default_factory=Correction)
-
-    def with_attention(
-        self, more: Mapping[KVTier, Surface], networks: Mapping[KVTier, Network] = NO_NETWORKS
-    ) -> Self:
-        """Return the model with further tiers and the networks to them."""
-        attention = {**self.attention, **more}
-        return replace(self, attention=attention, networks={**self.networks, **networks})
 
     @property
     def outside_ms(self) -> float:
@@ -286,7 +275,6 @@ class TableCostModel:
         return self.head(rows) * self.correction.device
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data for `from_json`."""
         return {"version": FILE_VERSION} | {each.name: _plain(getattr(self, each.name)) for each in _saved()}
 
     @classmethod

@@ -203,17 +203,17 @@ class _Times(NamedTuple):
 
 def iteration_ms(cost: TableCostModel, shape: IterationShape) -> float:
     """Predict the time of an iteration."""
-    return _iteration_ms(cost, shape, copies_ms(cost, shape.batches, shape.moved_tokens))
+    return _iteration(cost, shape, copies_ms(cost, shape.batches, shape.moved_tokens))[0]
 
 
 def copy_wait_ms(cost: TableCostModel, shape: IterationShape) -> float:
     """Return the part of `iteration_ms` spent waiting for KV copies."""
     ms = copies_ms(cost, shape.batches, shape.moved_tokens)
-    return _iteration_ms(cost, shape, ms) - _iteration_ms(cost, shape, 0.0) if ms else 0.0
+    return _iteration(cost, shape, ms)[0] - _iteration(cost, shape, 0.0)[0] if ms else 0.0
 
 
-def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float) -> float:
-    """Predict an iteration with the given time of copies beside each layer."""
+def _iteration(cost: TableCostModel, shape: IterationShape, copies_ms: float) -> tuple[float, Contents]:
+    """Predict the time and contents of an iteration with the given time of copies beside each layer."""
     async_decodes = async_off_device(cost, shape.async_decodes)
     # Rows of async decodes join each linear stage.
     more_rows = rows = -(-sum(each.requests for each in shape.async_decodes.values()) // cost.num_layers)
@@ -272,8 +272,8 @@ def _iteration_ms(cost: TableCostModel, shape: IterationShape, copies_ms: float)
     head_ms = cost.head_ms(rows)
     end_ms = max(head_ms, async_decodes.all) if cost.overlaps else head_ms
     off_device = [*(each.off_device for each in times), async_decodes]
-    excess_ms = cost.excess_ms(_contents(cost, shape, off_device))
-    return cost.num_layers * layer + end_ms + cost.outside_ms + excess_ms
+    contents = _contents(cost, shape, off_device)
+    return cost.num_layers * layer + end_ms + cost.outside_ms + cost.excess_ms(contents), contents
 
 
 def _contents(cost: TableCostModel, shape: IterationShape, off_device: Sequence[OffDeviceTimes]) -> Contents:
@@ -331,7 +331,7 @@ def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:
     The attention of workers counts with the network, because the iteration waits for both. It does not wait
     for async decodes of workers, which therefore do not count.
     """
-    total_ms = iteration_ms(cost, shape)
+    total_ms, contents = _iteration(cost, shape, copies_ms(cost, shape.batches, shape.moved_tokens))
     waited_for = {tier: decodes for tier, decodes in shape.async_decodes.items() if tier.cpu_attends}
     attention_ms = attending_ms(cost, shape._replace(async_decodes=waited_for))
     for batch in shape.batches:
@@ -339,15 +339,13 @@ def predict(cost: TableCostModel, shape: IterationShape) -> IterationTiming:
             if tier.is_remote:
                 attention_ms += cost.num_layers * cost.network_ms(tier, requests).all
     copied_tokens = sum(streamed_tokens_of(batch)[0] for batch in shape.batches)
-    off_device = [off_device_times(cost, batch.decodes) for batch in shape.batches]
-    work = _contents(cost, shape, [*off_device, async_off_device(cost, shape.async_decodes)])
-    timing = IterationTiming(total_ms, attention_ms, contents=work, excess_ms=cost.excess_ms(work))
+    timing = IterationTiming(total_ms, attention_ms, contents=contents, excess_ms=cost.excess_ms(contents))
     if not copied_tokens:
         return timing
     return replace(
         timing,
         copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
-        copy_wait_ms=max(total_ms - _iteration_ms(cost, shape, 0.0), 0.0),
+        copy_wait_ms=max(total_ms - _iteration(cost, shape, 0.0)[0], 0.0),
         copied_tokens=copied_tokens,
     )
 

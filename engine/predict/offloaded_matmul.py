@@ -49,7 +49,6 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         return self.rows * self.columns
 
     @property
@@ -122,7 +121,6 @@ class _Times(NamedTuple):
 
     @classmethod
     def of(cls, rates: Rates, sizes: Sizes, resident: int, rows: int, resident_ms: float) -> "_Times":
-        """Return the times of the weights after the resident rows, for `rows` input rows."""
         others, touched = 1 - resident / sizes.rows, sizes.touched(rows, resident)
         sent_bytes, read_bytes = others * sizes.host_bytes, touched * sizes.host_bytes
         flops = 2 * sizes.used(resident) * sizes.parameters * rows
@@ -144,13 +142,11 @@ class _Times(NamedTuple):
         )
 
     def ms(self, share: float) -> float:
-        """Return the time of the matmul with this streamed share."""
         on_cpu = self.offload + (1 - share) * self.cpu if share < 1 else 0.0
         memory = (1 - share) * self.cpu_memory + share * self.bus_memory
         return max(on_cpu, share * self.bus, self.resident + share * self.gpu, memory)
 
     def best_share(self) -> float:
-        """Return the streamed share with the shortest time."""
         on_cpu = self.offload + self.cpu
         by_bus = on_cpu / (self.cpu + self.bus)
         by_gpu = (on_cpu - self.resident) / (self.cpu + self.gpu)

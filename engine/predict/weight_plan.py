@@ -155,9 +155,6 @@ def plan_weights(
     Rows without gain stay in host memory, where the CPU multiplies them faster than the GPU could in
     addition.
 
-    Args:
-        gpu_bytes: limit for weights on the GPU.
-
     Raises:
         MemoryError: the limit is too small for the weights that must be on the GPU.
     """

@@ -23,7 +23,7 @@ from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES, PrefillKern
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kv.layer import block_bytes
-from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN, in_whole_runs
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, full_runs, in_whole_runs
 from neo_desktop.engine.kv.states import SLOTS_PER_REQUEST
 from neo_desktop.engine.kv.streamed import layers_of
 from neo_desktop.engine.kv_tier import ALL_TIERS, MEASURED_TIERS, KVTier
@@ -179,7 +179,7 @@ class KVBudget:
                 continue
             dtype = self.dtype_of(tier)
             bytes_per_block = self._config.num_layers * block_bytes(self._config, BLOCK_SIZE, dtype)
-            fitting = _whole_runs(bytes_ // bytes_per_block) * BLOCK_SIZE
+            fitting = full_runs(bytes_ // bytes_per_block) * BLOCK_SIZE
             asked = self._asked[tier]
             if asked is not None and asked > fitting:
                 needed = asked * bytes_per_block / BLOCK_SIZE
@@ -192,7 +192,6 @@ class KVBudget:
 
     @property
     def most_requests(self) -> int:
-        """The number of requests that may run at the same time."""
         most = self._limits.max_batch_requests
         return min(most, self.num_states // SLOTS_PER_REQUEST) if self.num_states else most
 
@@ -224,8 +223,8 @@ class KVBudget:
         return slots
 
     def dtype_of(self, tier: KVTier) -> torch.dtype:
-        """Return the dtype of KV in a tier."""
-        return (cpu_cache_dtype(self._options) if tier.host_attends else None) or self._dtype
+        is_int8 = tier.host_attends and self._options.cpu_cache_dtype == "int8"
+        return torch.int8 if is_int8 else self._dtype
 
     def _take_streamed(self, streamed: KVTier, available: dict[KVTier, int]) -> int:
         """Return the blocks of streamed KV, and deduct their memory from the other tiers.
@@ -256,8 +255,8 @@ class KVBudget:
             fitting = min(fitting, near // on_device)
             if self._bus_share is not None and on_host:
                 most = min(most, int(self._bus_share * (self._weight_bytes + rest) / on_host))
-        fitting = max(_whole_runs(fitting), 0)
-        blocks = min(fitting, _whole_runs(most)) if asked is None else asked // BLOCK_SIZE
+        fitting = max(full_runs(fitting), 0)
+        blocks = min(fitting, full_runs(most)) if asked is None else asked // BLOCK_SIZE
         if blocks > fitting:
             raise MemoryError(
                 f"a {streamed.title} of {asked} tokens needs {blocks * on_device / 1e9:.2f} GB of GPU "
@@ -303,15 +302,6 @@ class KVBudget:
 def cache_tokens_of(options: EngineOptions) -> dict[KVTier, int | None]:
     """Return `tier -> requested tokens`, of options like `gpu_cache_tokens`; None: as many as fit."""
     return {tier: getattr(options, f"{tier.label}_cache_tokens") for tier in ALL_TIERS}
-
-
-def cpu_cache_dtype(options: EngineOptions) -> torch.dtype | None:
-    """Return the dtype of KV in the CPU-cache; None: the model's own, lossless."""
-    return torch.int8 if options.cpu_cache_dtype == "int8" else None
-
-
-def _whole_runs(num_blocks: int) -> int:
-    return num_blocks // BLOCKS_PER_RUN * BLOCKS_PER_RUN
 
 
 def activation_bytes(

@@ -87,12 +87,15 @@ def stage_grids(
         has_splits: chunks of prompts do not show the linear stages, because they run in a few layers.
     """
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
-    chunks = _first_chunk_grid(capacity, config, tokens)
-    longest = 0 if has_splits else max(point.x for point in chunks.points)
+    most_context = min(config.max_context_tokens, capacity(NEAR))
+    chunks = _ordinary(_sizes(2, max(min(tokens, most_context), 2)))  # a single token would be a decode
+    longest = 0 if has_splits else chunks[-1]
     linear = [x for x in _sizes(1, tokens) if x <= requests or x > longest]
     grids = {
-        Stage.FIRST_CHUNK_ATTENTION: chunks,
-        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(capacity, config, tokens),
+        Stage.FIRST_CHUNK_ATTENTION: _grid(
+            [Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in chunks], chunks, chunks
+        ),
+        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(most_context, tokens),
         Stage.LINEAR: _line(Stage.LINEAR, linear),
         Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, capacity, config, requests),
     }
@@ -131,15 +134,8 @@ def _decode_grid(stage: Stage, capacity: Capacity, config: ModelConfig, most_req
     return _grid(points, requests, contexts)
 
 
-def _first_chunk_grid(capacity: Capacity, config: ModelConfig, most_tokens: int) -> Grid:
-    """Return tokens of a chunk; a single token would be a decode."""
-    sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(capacity, config)), 2)))
-    return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
-
-
-def _later_chunk_grid(capacity: Capacity, config: ModelConfig, most_tokens: int) -> Grid:
+def _later_chunk_grid(most_context: int, most_tokens: int) -> Grid:
     """Return chunk tokens x context at the chunk's end. The product is the work: masking saves nothing."""
-    most_context = _most_context(capacity, config)
     chunks = _axis(8, 4, max(min(most_tokens, most_context), 2))
     contexts = _axis(16, 4, max(most_context, 2 * chunks[1]))
     points = [
@@ -156,10 +152,6 @@ def _ordinary(sizes: Sequence[int]) -> list[int]:
     The first and last sizes stay: the first bounds the measured range, the last is that of a full batch.
     """
     return sorted({sizes[0], sizes[-1], *(size * 15 // 16 | 1 for size in sizes[1:-1])})
-
-
-def _most_context(capacity: Capacity, config: ModelConfig) -> int:
-    return min(config.max_context_tokens, capacity(NEAR))
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:

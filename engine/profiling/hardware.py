@@ -157,7 +157,7 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
     gpus: list[Gpu] = []
     notes: list[str] = []
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 gpus.append(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index), driver, notes))
@@ -200,7 +200,7 @@ def _gpus_of_torch() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
 
 
 def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
-    name = _text(pynvml.nvmlDeviceGetName(handle))
+    name = pynvml.nvmlDeviceGetName(handle)
 
     def ask(what: str, *functions: Callable[[object], Any]) -> list[Any] | None:
         try:
@@ -269,7 +269,7 @@ def driver_version() -> str:
         return "unknown: the driver is not queried"
     try:
         with _driver():
-            return _text(pynvml.nvmlSystemGetDriverVersion())
+            return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError as error:
         return f"unknown: {error}"
 
@@ -389,8 +389,3 @@ def _read(path: Path, *, surely: bool = False) -> str:
         if surely and error.errno in _EXHAUSTED:
             raise
         return ""
-
-
-def _text(value: str | bytes) -> str:
-    """Decode text: older versions of pynvml return bytes."""
-    return value.decode() if isinstance(value, bytes) else value

@@ -30,7 +30,6 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.profiling.grids import NEAR, Point, Stage
-from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.profiling.synthetic import (
     GREEDY,
     Region,
@@ -50,6 +49,9 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 MOST_RUNS = 3  # launched one by one, captured, launched as a graph
 SHORT_CONTEXT = BLOCK_SIZE  # of decodes whose attention does not matter
 FEW_ROWS = 8  # of an iteration whose time outside the layers counts
+ROWS_STEP = 4  # ratio of consecutive row counts in shares
+AROUND = (-0.15, 0.0, 0.15)  # offsets to try around the share of equal times;
+CLEAR = 4.0  # if one side alone takes this many times longer, it gets nothing
 
 Build = Callable[[Decoder, KVStorage, Timeline], ModelRunner]
 
@@ -61,7 +63,7 @@ class IterationTimer:
     request. A small pool stands in for a pool that the policy lacks.
 
     Args:
-        streams: CUDA streams for the decoder's device; None: the whole device.
+        streams: None: the whole device.
         build: makes a model runner; None: `build_executor`.
     """
 
@@ -159,12 +161,7 @@ class IterationTimer:
         return found
 
     def measure_shares(self, max_rows: int, seconds: float) -> None:
-        """Find and set the best division of offloaded matrices, then of experts in host memory.
-
-        Args:
-            max_rows: of a matmul.
-            seconds: approximate duration.
-        """
+        """Find and set the best division of offloaded matrices, then of experts in host memory."""
         decoder, names = self._decoder, _undecided_shares(self._decoder)
         for name in names:
 
@@ -315,3 +312,48 @@ def _undecided_shares(decoder: Decoder) -> list[str]:
     split = [name for name, linear in decoder.matrices.items() if isinstance(linear, OffloadedLinear)]
     of_experts = ["experts_" in name for name in split]
     return ["streamed_shares"] * (not all(of_experts)) + ["streamed_experts"] * any(of_experts)
+
+
+def measured_shares(
+    measure: Callable[[int, StreamedShares], float], max_rows: int, seconds: float
+) -> StreamedShares:
+    """Return the best shares for 1, 4, 16 .. rows: HeteGen's section 4.4.
+
+    The CPU alone and the bus alone are measured first. Their times give the share at which both take equal
+    time; that share and its neighbours are measured next. The share only grows with the rows, because the
+    CPU's matmuls become compute-bound.
+
+    Args:
+        measure: returns the time of a layer's linear stages for a number of rows and these shares, in ms.
+        max_rows: of a matmul.
+        seconds: approximate duration; unmeasured larger row counts stream everything.
+    """
+    end = time.perf_counter() + seconds
+    sizes, shares, least = [], [], 0.0
+    rows = 1
+    while rows <= max_rows and least < 1.0:
+        least = max(_best(measure, rows), least)
+        sizes.append(rows)
+        shares.append(least)
+        rows *= ROWS_STEP
+        if rows <= max_rows and least < 1.0 and time.perf_counter() > end:
+            sizes.append(max_rows)
+            shares.append(1.0)
+            break
+    return StreamedShares(tuple(sizes), tuple(shares))
+
+
+def _best(measure: Callable[[int, StreamedShares], float], rows: int) -> float:
+    def ms(share: float) -> float:
+        return min(measure(rows, StreamedShares((1,), (share,))) for _ in range(2))
+
+    on_cpu, on_bus = ms(0.0), ms(1.0)
+    if on_cpu > CLEAR * on_bus:
+        return 1.0
+    crossing = on_cpu / (on_cpu + on_bus)
+    tried = {0.0: on_cpu, 1.0: on_bus}
+    for step in AROUND:
+        share = min(max(crossing + step, 0.0), 1.0)
+        if share not in tried:
+            tried[share] = ms(share)
+    return min(tried, key=lambda share: tried[share])

@@ -25,7 +25,6 @@ class OffloadChain:
     """A program of round trips: q, k and v to the CPU, an output back.
 
     Args:
-        device: the model's.
         heads: query heads, KV heads and head dimension.
         length: number of round trips.
         pause: delays the device before each trip.
@@ -107,43 +106,28 @@ class OffloadChain:
         self._attending_s += time.perf_counter() - started
 
 
-class OffloadTimer:
-    """Times round trips.
+def round_trip_s(device: torch.device, backend: Backend, nbytes: int, *, in_graph: bool) -> float:
+    """Return the seconds of one round trip with `nbytes` each way, without the attention itself.
 
     Args:
-        device: the model's.
-        backend: runs programs on the device.
         in_graph: see `OffloadChain.run`.
+
+    Raises:
+        RuntimeError: see `OffloadChain.run`; or the output is not what was sent.
     """
-
-    def __init__(self, device: torch.device, backend: Backend, *, in_graph: bool) -> None:
-        self._device = device
-        self._backend = backend
-        self._in_graph = in_graph
-
-    def seconds(self, nbytes: int) -> float:
-        """Return the seconds of one round trip with `nbytes` each way, without the attention itself.
-
-        Raises:
-            RuntimeError: see `OffloadChain.run`; or the output is not what was sent.
-        """
-        chain = OffloadChain(self._device, max(nbytes // _ROW_BYTES, 1), (_HEADS, 1, _HEAD_DIM), CHAIN)
-        backend, seconds = self._backend, 0.0
-        backend.begin(Watchdog(TIMEOUT_S))
-        try:
-            for _ in range(3):  # in a graph: compiled, captured, launched
-                seconds = chain.run(backend, TIMEOUT_S, in_graph=self._in_graph)
-                if chain.has_lost:
-                    raise RuntimeError(
-                        "a transfer between GPU and CPU lost data: the driver or the GPU is at fault"
-                    )
-        except BaseException as error:
-            backend.abandon(error)
-            raise
-        finally:
-            backend.forget()
-        return seconds
-
-    def close(self) -> None:
-        """Stop the backend's threads."""
-        self._backend.close()
+    chain = OffloadChain(device, max(nbytes // _ROW_BYTES, 1), (_HEADS, 1, _HEAD_DIM), CHAIN)
+    seconds = 0.0
+    backend.begin(Watchdog(TIMEOUT_S))
+    try:
+        for _ in range(3):  # in a graph: compiled, captured, launched
+            seconds = chain.run(backend, TIMEOUT_S, in_graph=in_graph)
+            if chain.has_lost:
+                raise RuntimeError(
+                    "a transfer between GPU and CPU lost data: the driver or the GPU is at fault"
+                )
+    except BaseException as error:
+        backend.abandon(error)
+        raise
+    finally:
+        backend.forget()
+    return seconds

@@ -54,11 +54,9 @@ def load_or_profile(
     File errors are logged, not raised.
 
     Args:
-        decoder: the loaded model.
         storage: the KV pools, before the first request: the measurements overwrite them.
         limits: bounds of the measured sizes.
-        progress: called with the share done and a description; not called if nothing is measured.
-        streams: CUDA streams for the decoder's device; None: the whole device.
+        streams: None: the whole device.
         refresh: measure in any case.
     """
     streams = streams or Streams(decoder.device)

@@ -72,12 +72,9 @@ def profile(
     """Measure the loaded model on this computer; the content of the KV pools is lost.
 
     Args:
-        decoder: the model, on the device and in the dtype to measure.
-        storage: the KV pools, before the first request.
         limits: bounds of the grid.
         seconds: of the grids, about; None: longer for larger models, at most `MAX_SECONDS`.
-        progress: called with the share done and a description.
-        streams: CUDA streams for the decoder's device; None: the whole device.
+        streams: None: the whole device.
     """
     started = time.perf_counter()
     if seconds is None:

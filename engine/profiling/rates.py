@@ -18,7 +18,7 @@ from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.cost_model import Curve, MemoryShares
 from neo_desktop.engine.predict.offloaded_matmul import Rates
-from neo_desktop.engine.profiling.offload import OffloadTimer
+from neo_desktop.engine.profiling.offload import round_trip_s
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.native.relay import RelayStalledError
@@ -73,7 +73,10 @@ def measured_memory_shares(device: torch.device) -> MemoryShares:
     while reader.is_alive() or not copied:
         copied.append(COPY_BYTES / copy())
     reader.join()
-    return shares_of(alone, (statistics.median(copied), read[0]))
+    # The memory's bandwidth is the sum of the rates together. A user's share is its rate alone, relative to
+    # that sum. If the two do not disturb each other, the shares add up to at most 1.
+    most = max(statistics.median(copied) + read[0], *alone)
+    return MemoryShares(*(rate / most for rate in alone))
 
 
 @cache
@@ -114,22 +117,13 @@ def measured_duplex(streams: Streams) -> float:
     return min(max(least_s(ways) / max(least_s([way]) for way in ways), 1.0), 2.0)
 
 
-def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
-    """Return the bandwidth shares of copies and reads, from their rates alone and together.
-
-    The memory's bandwidth is the sum of the rates together. A user's share is its rate alone, relative to
-    that sum. If the two do not disturb each other, the shares add up to at most 1.
-    """
-    most = max(sum(together), *alone)
-    return MemoryShares(*(rate / most for rate in alone))
-
-
 def _offload_ms(device: torch.device) -> float:
     """Return the time to copy few inputs to the CPU and its outputs back, with the signals of iterations."""
 
     def least_ms(*, in_graph: bool) -> float:
-        with closing(OffloadTimer(device, open_backend(Streams(device)), in_graph=in_graph)) as offload:
-            return 1e3 * min(offload.seconds(HANDED_BYTES) for _ in range(_REPEATS))
+        with closing(open_backend(Streams(device))) as backend:
+            trips = (round_trip_s(device, backend, HANDED_BYTES, in_graph=in_graph) for _ in range(_REPEATS))
+            return 1e3 * min(trips)
 
     if device.type == "cuda" and fallbacks.level("graphs") == "host-flags":
         try:

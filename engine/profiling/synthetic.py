@@ -87,7 +87,6 @@ class Region:
         return len(self.order) * BLOCK_SIZE
 
     def blocks(self, count: int, turn: int) -> Iterator[int]:
-        """Return `count` blocks."""
         first = turn * count % len(self.order)
         return islice(cycle(self.order), first, first + count)
 

@@ -12,7 +12,6 @@ part of their matrices that is in host memory.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -38,35 +37,21 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # per tier; all requests share them, because the outputs are discarded
 
 
-class Gauge(Protocol):
-    """Measures this process's GPU memory."""
-
-    def begin(self) -> int:
-        """Free unused memory, return the allocated bytes and restart the peak of `most`."""
-        ...
-
-    def most(self) -> int:
-        """Return the peak of allocated bytes since `begin`."""
-        ...
-
-
-class TorchGauge:
-    """Reads torch's allocator, which serves all memory of an iteration.
-
-    Args:
-        device: a GPU.
-    """
+class Gauge:
+    """Reads torch's allocator, which serves all memory of an iteration."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin(self) -> int:
+        """Free unused memory, return the allocated bytes and restart the peak of `most`."""
         clear_workspaces(self._device)
         return_memory()
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(torch.cuda.memory_reserved(self._device))
 
     def most(self) -> int:
+        """Return the peak of allocated bytes since `begin`."""
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_reserved(self._device))
 
@@ -75,12 +60,6 @@ def warm_up(
     decoder: Decoder, tiers: Sequence[KVTier], limits: SchedulerLimits, streams: Streams, gauge: Gauge
 ) -> int:
     """Run the largest iterations; return their peak memory in bytes, beside weights and KV.
-
-    Args:
-        decoder: the loaded model.
-        tiers: KV tiers in use.
-        streams: CUDA streams for the decoder's device.
-        gauge: measures the device's memory.
 
     Raises:
         MemoryError: they do not fit.

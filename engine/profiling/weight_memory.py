@@ -27,7 +27,6 @@ from neo_desktop.engine.predict.offloaded_matmul import Rates
 from neo_desktop.engine.predict.weight_plan import (
     WeightPlan,
     layer_matrices,
-    least_gpu_bytes,
     plan_weights,
     slotted_experts,
     weight_times,
@@ -154,7 +153,10 @@ class _Memory:
         self._weights, self._tables = config.weight_bytes(dtype, form), config.table_bytes(dtype, form)
         self._tiers = get_policy(options.policy).tiers
         self._matrices = layer_matrices(config, form, dtype)
+        self._always = self._weights - sum(sizes.device_bytes for sizes in self._matrices.values())
         self._streaming = streaming_bytes(self._matrices)
+        self._chats = chat_lengths(config)  # from the usual one on, in tokens
+        self._token_bytes = config.kv_bytes_per_token(dtype)
 
     @cached_property
     def rates(self) -> Rates:
@@ -260,16 +262,6 @@ class _Memory:
         return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self.rates)
 
     @cached_property
-    def _chats(self) -> list[int]:
-        """The lengths of chats, in tokens, from the usual one on."""
-        return chat_lengths(self._config)
-
-    @cached_property
-    def _always(self) -> int:
-        """The bytes of weights that are always on the GPU."""
-        return least_gpu_bytes(self._config, self._form, self._dtype)
-
-    @cached_property
     def _least_tokens(self) -> int:
         """The least number of tokens whose KV has room on the GPU."""
         if all(tier.in_host_memory for tier in self._tiers):
@@ -328,10 +320,6 @@ class _Memory:
         offloads_ms = self._config.num_layers * self.rates.offload_ms
         return 1e3 * nbytes / self.rates.cpu_bytes_per_s + offloads_ms
 
-    @property
-    def _token_bytes(self) -> int:
-        return self._config.kv_bytes_per_token(self._dtype)
-
 
 def check_weights_fit(
     config: ModelConfig,
@@ -342,10 +330,6 @@ def check_weights_fit(
     form: WeightFormat = DENSE,
 ) -> None:
     """Check that the weights fit, before they are loaded.
-
-    Args:
-        free: at that time.
-        form: of the matrices.
 
     Raises:
         MemoryError: the weights exceed the free memory or the cap.

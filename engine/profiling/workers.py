@@ -36,8 +36,6 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     request counts down; the first two always run.
 
     Args:
-        pool: the worker's.
-        num_heads: number of query heads.
         dtype: of the queries.
 
     Raises:
@@ -115,11 +113,8 @@ def measured_workers(
         else:
             absent.append(tier)
     typical = next(iter(surfaces.values()), UNKNOWN)
-    parts = {
-        tier: divided(surface, sent_share)
-        for tier, surface in (surfaces | dict.fromkeys(absent, typical)).items()
-    }
-    return (
-        {tier: attention for tier, (attention, _) in parts.items()},
-        {tier: network for tier, (_, network) in parts.items()},
-    )
+    attention: dict[KVTier, Surface] = {}
+    networks: dict[KVTier, Network] = {}
+    for tier, surface in (surfaces | dict.fromkeys(absent, typical)).items():
+        attention[tier], networks[tier] = divided(surface, sent_share)
+    return attention, networks

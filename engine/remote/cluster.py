@@ -6,6 +6,7 @@ peers with a token derived from the secret.
 """
 
 import hmac
+import json
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.trust import SECRET_VARIABLE, read_secret
-from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.remote.worker import AttentionWorker
 
 HEAD_PORT = 6379  # Ray's own default
 RESOURCE = "neo_desktop_worker"  # a computer that offers itself has one
@@ -48,8 +49,7 @@ class AttentionActor:
 
         listener = socket.create_server((ray.util.get_node_ip_address(), 0), backlog=16)
         self._address: tuple[str, int] = listener.getsockname()[:2]
-        limits = WorkerLimits(int(os.environ[MEMORY_VARIABLE]))
-        self._worker = AttentionWorker(listener, read_secret(None), limits)
+        self._worker = AttentionWorker(listener, read_secret(None), int(os.environ[MEMORY_VARIABLE]))
         threading.Thread(target=self._worker.serve, name="attention worker", daemon=True).start()
 
     def address(self) -> tuple[str, int]:
@@ -61,7 +61,6 @@ class Cluster:
 
     Args:
         num_workers: requested workers, which may join later.
-        secret: the workers'.
 
     Raises:
         RuntimeError: Ray does not start.
@@ -138,10 +137,9 @@ def start_node(
     *options: str, resources: Mapping[str, int], env: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Start the process that joins this computer to a cluster; SIGTERM ends it."""
-    stated = "{" + ", ".join(f'"{name}": {count}' for name, count in resources.items()) + "}"
     command = (sys.executable, *_START, f"--object-store-memory={MIN_STORE_BYTES}", *options)
     return subprocess.Popen(
-        (*command, f"--resources={stated}"),
+        (*command, f"--resources={json.dumps(resources)}"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | dict(env),

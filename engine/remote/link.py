@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import HostBuffer
-from neo_desktop.engine.remote.session import NUM_TABLES
+from neo_desktop.engine.remote.session import CPU, NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.trust import check_secret, greet
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
 
 DEFAULT_PORT = 7455
 DEFAULT_TIMEOUT_S = 10.0  # for a worker's answer
-CPU = torch.device("cpu")
 
 
 class WorkerLostError(RuntimeError):

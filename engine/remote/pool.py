@@ -7,9 +7,8 @@ from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, KVShape, Rows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import WorkerLink
+from neo_desktop.engine.remote.session import CPU
 from neo_desktop.models.config import ModelConfig
-
-CPU = torch.device("cpu")
 
 
 class RemoteLayer(KVLayer):

@@ -14,7 +14,7 @@ from neo_desktop.engine.cuda.copies import HostBuffer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, rows_shape
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import full_runs
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
 from neo_desktop.models.attention import heads_of, specs_of
@@ -196,7 +196,7 @@ class _Desk:
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:
     """Return the number of blocks that fit into `memory_bytes`, in whole runs."""
     bytes_per_block = shape.num_layers * block_bytes(shape, shape.block_size, shape.kv_dtype)
-    return memory_bytes // (bytes_per_block * BLOCKS_PER_RUN) * BLOCKS_PER_RUN
+    return full_runs(memory_bytes // bytes_per_block)
 
 
 class GpuLayer(DeviceLayer):

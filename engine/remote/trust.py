@@ -49,7 +49,7 @@ def greet(connection: socket.socket, secret: bytes) -> None:
     """
     mine = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(_HELLO.pack(MAGIC, VERSION, mine))
-    theirs = _nonce(connection, "the worker")
+    theirs = _checked(_exactly(connection, _HELLO.size), "the worker")
     connection.sendall(_proof(secret, b"engine", mine, theirs))
     if _exactly(connection, 1) != _YES:
         raise RefusedError("the worker has another secret")
@@ -70,10 +70,6 @@ def welcome(connection: socket.socket, secret: bytes) -> None:
         connection.sendall(_NO)
         raise RefusedError("the engine has another secret")
     connection.sendall(_YES + _proof(secret, b"worker", theirs, mine))
-
-
-def _nonce(connection: socket.socket, who: str) -> bytes:
-    return _checked(_exactly(connection, _HELLO.size), who)
 
 
 def _checked(hello: bytes, who: str) -> bytes:

@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +19,23 @@ MAX_GREETINGS = 16  # concurrently
 END_S = 5.0  # for a closed connection to finish running work
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Resources that a worker offers."""
-
-    memory_bytes: int  # for KV
-    device: torch.device = CPU  # stores the KV and attends
-
-
 class AttentionWorker:
     """Listens for engines; connections are neither encrypted nor signed.
+
+    Args:
+        memory_bytes: for KV.
+        device: stores the KV and attends.
 
     Raises:
         ValueError: the secret is too short.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, limits: WorkerLimits) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, memory_bytes: int, device: torch.device = CPU
+    ) -> None:
         self._listener = listener
         self._secret = check_secret(secret)
-        self._limits = limits
+        self._memory_bytes, self._device = memory_bytes, device
         self._session: Session | None = None  # with the current engine
         self._changes = threading.Lock()
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
@@ -139,7 +136,7 @@ class AttentionWorker:
         shape, most = AttentionShape.from_json(asked.get("shape")), asked.get("most_blocks")
         if not isinstance(most, int) or most < 1:
             raise ProtocolError("the number of useful blocks is missing")
-        num_blocks = min(fitting_blocks(shape, self._limits.memory_bytes), most)
+        num_blocks = min(fitting_blocks(shape, self._memory_bytes), most)
         sinks = None
         if shape.attention_sinks:
             sinks = torch.empty(shape.num_layers, shape.num_heads, dtype=torch.float32)
@@ -151,5 +148,5 @@ class AttentionWorker:
                 if lost.names[0] != names[0]:
                     raise RefusedError("this worker attends for another engine")
                 lost.end()  # the engine has lost it
-            self._session = Session(names, shape, sinks, num_blocks, self._limits.device)
+            self._session = Session(names, shape, sinks, num_blocks, self._device)
             return self._session

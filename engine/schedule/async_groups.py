@@ -1,11 +1,9 @@
 """CPU async decodes: each async step advances them by one layer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-from neo_desktop.engine.request import RequestState
-
-R = TypeVar("R", bound=RequestState)
+from neo_desktop.engine.request import R, RequestState
 
 
 class AsyncGroups(Generic[R]):

@@ -128,7 +128,6 @@ class BatchBuilder:
         """Add tokens of a request.
 
         Args:
-            tier: KV tier of the request.
             tokens: at most the budget, unless the request has an image that must not be cut.
             start: tokens computed before.
             num_tokens: tokens of the request.
@@ -156,5 +155,4 @@ class BatchBuilder:
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Prompt tokens in the batch."""
         return sum(chunk.tokens for chunk in self.chunks)

@@ -4,21 +4,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, BlockCopy, DraftRow, IterationTiming
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, IterationShape, joined, predict
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 from neo_desktop.engine.schedule.partition import Partition
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
-from neo_desktop.engine.schedule.streamed import hidden
+from neo_desktop.engine.schedule.streamed import num_hidden
 
 TIMEOUT = 128  # iterations that a host decode waits before it joins at any cost
-
-R = TypeVar("R", bound=RequestState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +34,11 @@ class Decision(Generic[R]):
     drafts: Mapping[str, Sequence[DraftRow]] = field(default_factory=dict)  # request ID -> rows to verify
 
 
-@dataclass(slots=True)
-class Admission:
-    """Results of admissions that later iterations need."""
-
-    refused: tuple[int, ...] | None = None  # cache key of the last admission the policy refused
-    # True if a request waits for a prefix that another request computes.
-    waits_for_prompt: bool = False
-
-
 class IterationBuilder(Generic[R]):
     """Collects the requests of one iteration; starts with all decodes, which must have blocks.
 
     Args:
         new_builder: makes a builder of a batch with the given decodes, which the device attends for.
-        max_tokens: of the iteration.
     """
 
     def __init__(
@@ -59,11 +47,9 @@ class IterationBuilder(Generic[R]):
         policy: Policy,
         new_builder: Callable[[dict[KVTier, Decodes]], BatchBuilder],
         max_tokens: int,
-        admission: Admission,
     ) -> None:
         self._queues = queues
         self._policy = policy
-        self._admission = admission
         self._decodes: list[R] = []  # attended by the device
         self._unfinished: list[R] = []  # running requests with prompt tokens left
         self._chunks: list[tuple[R, int]] = []  # of prompts, running and new
@@ -100,12 +86,7 @@ class IterationBuilder(Generic[R]):
         return not self.builder.shape.tokens and not self._queue
 
     def join_chunks(self, may_admit: bool, max_running: int) -> None:
-        """Step 3: add chunks of running prompts, then of waiting ones.
-
-        Args:
-            may_admit: admit waiting requests.
-            max_running: limit on running requests.
-        """
+        """Step 3: add chunks of running prompts, then of waiting ones."""
         queues, builder = self._queues, self.builder
         self._unfinished.sort(key=attrgetter("arrival"))
         may_admit = may_admit and bool(queues.waiting) and queues.may_have_room(queues.waiting[0])
@@ -132,14 +113,14 @@ class IterationBuilder(Generic[R]):
         num_starved = bisect_right(streamed, -TIMEOUT, key=lambda request: -request.iterations_waited)
         last_block = {id(r): queues.kv.last_block(r.request_id) for r in streamed}
         streamed[num_starved:] = sorted(streamed[num_starved:], key=lambda r: last_block[id(r)])
-        decodes = [(queues.tier_of(r), r.num_tokens) for r in streamed]
-        positions = set(hidden(builder, decodes, num_starved))
-        more = HostQueue(decodes).decodes(sorted(positions))
+        queue = HostQueue([(queues.tier_of(r), r.num_tokens) for r in streamed])
+        num_joining = num_hidden(builder, queue, num_starved)
+        more = queue.decodes(range(num_joining))
         if not num_starved and not self._policy.streams(builder, more):
             return
         builder.shape = builder.shape.plus(more)
-        self._decodes += [request for i, request in enumerate(streamed) if i in positions]
-        self._streamed = [request for i, request in enumerate(streamed) if i not in positions]
+        self._decodes += streamed[:num_joining]
+        self._streamed = streamed[num_joining:]
 
     def decision(self) -> Decision[R]:
         """Let the policy assign the host's decodes to sub-batches; return the iteration."""
@@ -183,28 +164,28 @@ class IterationBuilder(Generic[R]):
 
     def _admit(self, request: R) -> bool:
         """Admit the longest-waiting request to the first tier that has room."""
-        queues, builder, admission = self._queues, self.builder, self._admission
+        queues, builder = self._queues, self.builder
         builder.num_waiting = len(queues.waiting)
         builder.num_on_host = queues.num_on_host
         best = queues.tiers[0]
         if self._admit_to(best):
             return True
-        if admission.waits_for_prompt:
+        if queues.waits_for_prompt:
             return False
         others = queues.less_preferred
         if request.num_tokens < queues.kv.capacity_tokens(best):  # it can wait
             state = request.arrival, queues.num_running, len(builder.queue), len(builder.chunks)
-            if state == admission.refused:
+            if state == queues.refused:
                 return False
             others = [tier for tier in others if self._policy.admits(builder, tier, request.num_tokens)]
-            admission.refused = None if others else state
+            queues.refused = None if others else state
         return any(self._admit_to(tier) for tier in others)
 
     def _admit_to(self, tier: KVTier) -> bool:
         """Admit to this tier, unless another request is computing the prefix there or in an earlier tier."""
-        admission = self._admission
-        admission.waits_for_prompt = admission.waits_for_prompt or self._queues.is_mostly_coming(tier)
-        return not admission.waits_for_prompt and self._queues.admit(tier)
+        queues = self._queues
+        queues.waits_for_prompt = queues.waits_for_prompt or queues.is_mostly_coming(tier)
+        return not queues.waits_for_prompt and queues.admit(tier)
 
     def _new_async(self, requests: Iterable[R], partition: Partition) -> list[R]:
         """Return the decodes that become async decodes, spread evenly over the layers."""
@@ -225,12 +206,8 @@ class IterationBuilder(Generic[R]):
         return new_async
 
     def _decodes_of(self, requests: Iterable[R]) -> Mapping[KVTier, Decodes]:
-        decodes: dict[KVTier, Decodes] = {}
-        for request in requests:
-            tier = self._queues.tier_of(request)
-            count, context_tokens = decodes.get(tier, (0, 0))
-            decodes[tier] = Decodes(count + 1, context_tokens + request.num_tokens)
-        return decodes
+        queue = HostQueue([(self._queues.tier_of(request), request.num_tokens) for request in requests])
+        return queue.decodes(range(len(queue)))
 
 
 def _iterations_waited(item: tuple[KVTier, RequestState]) -> int:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import (
-    NO_DECODES,
     BatchShape,
     Decodes,
     IterationShape,
@@ -18,7 +16,7 @@ from neo_desktop.engine.predict.estimate import (
     joined,
     off_device_times,
 )
-from neo_desktop.engine.schedule.batch_builder import Chunk, HostQueue
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder
 
 NOTHING = BatchShape()
 # A candidate must be better by more than this to win: predictions have larger errors.
@@ -43,39 +41,18 @@ class Partition:
 
     @property
     def num_async(self) -> int:
-        """Async decodes in all tiers."""
         return sum(requests for requests, _ in self.shape.async_decodes.values())
 
 
 class CandidateGenerator:
-    """Generates candidate partitions of an iteration; each method is one strategy.
+    """Generates candidate partitions of an iteration; each method is one strategy."""
 
-    Args:
-        shape: of sub-batch 0, without the queue.
-        queue: decodes whose attention runs on the host.
-        moved_tokens: see `IterationShape`.
-        chunks: of prompts; `shape` includes them.
-        async_decodes: async decodes in flight.
-    """
-
-    def __init__(
-        self,
-        cost: TableCostModel,
-        shape: BatchShape,
-        queue: HostQueue,
-        moved_tokens: int = 0,
-        chunks: Sequence[Chunk] = (),
-        async_decodes: Mapping[KVTier, Decodes] = NO_DECODES,
-    ) -> None:
-        self.shape = shape
-        self._chunks = chunks
-        self._async_decodes = async_decodes
-        self.queue = queue
-        self._cost = cost
-        self._moved_tokens = moved_tokens
+    def __init__(self, builder: BatchBuilder) -> None:
+        self._builder, self._cost = builder, builder.cost
+        self.shape, self.queue = builder.shape, builder.queue
         # The last token of a prompt alone is a decode in every tier.
-        self._at_host = {tier: each for tier, each in shape.decodes.items() if tier.host_attends}
-        self._attention_ms = device_attention_ms(cost, shape)
+        self._at_host = {tier: each for tier, each in self.shape.decodes.items() if tier.host_attends}
+        self._attention_ms = device_attention_ms(self._cost, self.shape)
 
     def front(self, num_second: int, num_taken: int) -> Partition:
         """Return the front of the queue: `num_second` decodes for sub-batch 1, the rest for sub-batch 0."""
@@ -94,21 +71,20 @@ class CandidateGenerator:
             num_second -= 1
         return self.front(max(num_second, 0), n)
 
-    def hidden(self, num_starved: int = 0) -> Partition:
+    def hidden(self) -> Partition:
         """Return the decodes whose attention hides behind the device: NEO's step 4, see `fill`."""
-        return self._partition(*self.fill(num_starved))
+        return self._partition(*self.fill())
 
-    def fill(self, num_starved: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+    def fill(self) -> tuple[Sequence[int], Sequence[int]]:
         """Add decodes to a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold.
 
-        Args:
-            num_starved: decodes at the front that join sub-batch 1 in any case.
+        Starved decodes join sub-batch 1 in any case.
 
         Returns:
             Positions in sub-batch 1, positions in sub-batch 0.
         """
         linear_ms, queue = self._cost.linear_ms, self.queue
-        num_second = max(self._fitting(0, linear_ms(self.shape.tokens)), num_starved)
+        num_second = max(self._fitting(0, linear_ms(self.shape.tokens)), self._builder.num_starved)
         num_taken = num_second
         if not self._at_host:
             num_taken += self._fitting(num_second, linear_ms(num_second) + self._attention_ms)
@@ -168,7 +144,7 @@ class CandidateGenerator:
 
         Chunks stay whole: the chunks of one prompt must be in order within one sub-batch.
         """
-        chunks, count = self._chunks, len(self.queue)
+        chunks, count = self._builder.chunks, len(self.queue)
         if count < 2 or len(chunks) < 2 or self._at_host:
             return
         half = (self.shape.tokens + count) / 2
@@ -194,19 +170,16 @@ class CandidateGenerator:
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             yield self._predicted(range(num_second), range(num_second, num_taken), shape, second, num_chunks)
 
-    def with_async(
-        self, partition: Partition, max_token_ms: float, *, workers_only: bool = False
-    ) -> Iterator[Partition]:
+    def with_async(self, partition: Partition, *, workers_only: bool = False) -> Iterator[Partition]:
         """Yield the partition with as many async decodes as each tier has time for.
 
         Async decodes in flight may always advance, at any cost.
 
         Args:
-            max_token_ms: see `SchedulerLimits`.
             workers_only: start new async decodes on workers only.
         """
-        cost = self._cost
-        if not (self._async_decodes or len(self.queue)) or not cost.overlaps or partition.num_chunks_second:
+        cost, under_way = self._cost, self._builder.async_decodes
+        if not (under_way or len(self.queue)) or not cost.overlaps or partition.num_chunks_second:
             return
         taken = {*partition.first, *partition.second}
         rest = self.queue.decodes([i for i in range(len(self.queue)) if i not in taken])
@@ -215,7 +188,7 @@ class CandidateGenerator:
             for tier, decodes in rest.items()
             if tier.is_remote or (tier.host_attends and not workers_only)
         }
-        possible = joined(self._async_decodes, rest)
+        possible = joined(under_way, rest)
         if not possible:
             return
         batches = partition.shape.batches
@@ -225,7 +198,6 @@ class CandidateGenerator:
         # All workers share the network; each tier has its own compute time.
         network_ms = layer_ms - sum(each.sending for each in times)
         cpu_ms = sum(cost.host_linear_ms(batch.tokens) for batch in batches)
-        under_way = self._async_decodes
         left = MAX_ASYNC_DECODES * cost.num_layers - sum(requests for requests, _ in under_way.values())
         counts = {tier: requests for tier, (requests, _) in under_way.items()}
         for tier, decodes in possible.items():
@@ -250,7 +222,7 @@ class CandidateGenerator:
         most_decodes = {tier: _share(possible[tier], count) for tier, count in counts.items()}
         if sum(counts.values()) > sum(requests for requests, _ in under_way.values()):
             more = advancing(most_decodes)
-            if (cost.num_layers + 1) * more.predicted_ms <= max_token_ms:
+            if (cost.num_layers + 1) * more.predicted_ms <= self._builder.limits.max_token_ms:
                 yield more
                 return
         if under_way:
@@ -288,7 +260,7 @@ class CandidateGenerator:
         batches: tuple[BatchShape, ...] = (shape.plus(self.queue.decodes(first)),)
         if second or shape_second.tokens:
             batches = (*batches, shape_second.plus(self.queue.decodes(second)))
-        whole = IterationShape(batches, self._moved_tokens)
+        whole = IterationShape(batches, self._builder.moved_tokens)
         return Partition(second, first, whole, iteration_ms(self._cost, whole), num_chunks_second)
 
     def _fitting(self, begin: int, limit_ms: float) -> int:

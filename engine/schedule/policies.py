@@ -66,7 +66,7 @@ class Policy:
 
     def partition(self, builder: BatchBuilder) -> Partition:
         """Assign the decodes of the queue to sub-batches."""
-        return _generator(builder).together()
+        return CandidateGenerator(builder).together()
 
 
 class Swapping(Policy):
@@ -85,7 +85,7 @@ class Halves(Policy):
     """FastDecode: two sub-batches with equal attention on the host."""
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        return _generator(builder).halves()
+        return CandidateGenerator(builder).halves()
 
 
 class Hidden(Policy):
@@ -95,19 +95,19 @@ class Hidden(Policy):
 
     def admits(self, builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:
         """Step 5: admit no prompt while the host has more decodes than can hide, unless it lets more hide."""
-        generator = _generator(builder)
-        num_hidden = sum(map(len, generator.fill(builder.num_starved)))
+        generator = CandidateGenerator(builder)
+        num_hidden = sum(map(len, generator.fill()))
         if num_hidden == len(builder.queue):
             return True
         tokens = min(num_tokens, builder.budget)
         shape = builder.shape._replace(tokens=builder.shape.tokens + tokens)
-        beside = CandidateGenerator(builder.cost, shape, builder.queue, builder.moved_tokens)
-        return sum(map(len, beside.fill(builder.num_starved))) > num_hidden
+        beside = CandidateGenerator(replace(builder, shape=shape))
+        return sum(map(len, beside.fill())) > num_hidden
 
     def partition(self, builder: BatchBuilder) -> Partition:
         """Steps 4 and 6, by NEO's criterion: requests per time."""
-        generator = _generator(builder)
-        partition = generator.hidden(builder.num_starved)
+        generator = CandidateGenerator(builder)
+        partition = generator.hidden()
         if not builder.shape.tokens:
             # No device work to overlap with, so run all CPU decodes now.
             return partition if partition.num_taken else generator.halves()
@@ -127,8 +127,8 @@ class Apart(Hidden):
         pipelined = super().partition(builder)
         if builder.chunks or builder.num_starved or not builder.shape.tokens:
             return pipelined
-        generator = _generator(builder)
-        apart = generator.with_async(generator.front(0, 0), builder.limits.max_token_ms)
+        generator = CandidateGenerator(builder)
+        apart = generator.with_async(generator.front(0, 0))
         worth = Objective(1.0, builder.shape.num_decodes, builder.cost.num_layers)
         return worth.best((pipelined, *apart))
 
@@ -199,25 +199,12 @@ class Fastest(Policy):
         return _objective(builder).best(partitions)
 
     def _candidates(self, builder: BatchBuilder) -> Iterator[Partition]:
-        generator = _generator(builder)
+        generator = CandidateGenerator(builder)
         yield from generator.with_prompts_in_both()
         may_begin = _steady_state(builder).num_async > 0 or not builder.chunks
         for partition in generator.candidates():
             yield partition
-            yield from generator.with_async(
-                partition, builder.limits.max_token_ms, workers_only=not may_begin
-            )
-
-
-def _generator(builder: BatchBuilder) -> CandidateGenerator:
-    return CandidateGenerator(
-        builder.cost,
-        builder.shape,
-        builder.queue,
-        builder.moved_tokens,
-        builder.chunks,
-        builder.async_decodes,
-    )
+            yield from generator.with_async(partition, workers_only=not may_begin)
 
 
 def _steady_state(builder: BatchBuilder) -> SteadyState:

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.estimate import Decodes
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R
 from neo_desktop.engine.schedule.async_groups import AsyncGroups
-
-R = TypeVar("R", bound=RequestState)
 
 
 @dataclass(slots=True)
@@ -51,11 +49,12 @@ class RequestQueues(Generic[R]):
         self.copies: list[BlockCopy] = []  # block copies for the next iteration
         self.moved: list[R] = []  # requests moved by `copies`
         self._moving: list[R] = []  # requests whose block copies run in the current iteration
+        self.refused: tuple[int, ...] | None = None  # cache key of the last admission the policy refused
+        self.waits_for_prompt = False  # True if a request waits for a prefix that another request computes
         self.async_groups: AsyncGroups[R] = AsyncGroups(num_layers)
         self.counters = SchedulerCounters()
 
     def __iter__(self) -> Iterator[R]:
-        """Yield all requests."""
         return chain(self.waiting, *self.running.values())
 
     @property
@@ -80,13 +79,7 @@ class RequestQueues(Generic[R]):
 
     @property
     def placed(self) -> list[tuple[KVTier, R]]:
-        """Running requests with their tiers."""
         return [(tier, request) for tier, requests in self.running.items() for request in requests]
-
-    @property
-    def num_running_at(self) -> dict[KVTier, int]:
-        """Number of running requests per KV tier."""
-        return {tier: len(requests) for tier, requests in self.running.items()}
 
     @property
     def max_context_tokens(self) -> int:
@@ -108,9 +101,6 @@ class RequestQueues(Generic[R]):
         return sorted(
             self.tiers[1:], key=lambda tier: 1 + self.kv.num_used_blocks(tier) if tier.is_remote else 0
         )
-
-    def add(self, request: R) -> None:
-        self.waiting.append(request)
 
     def tier_of(self, request: R) -> KVTier:
         return self.kv.tier_of(request.request_id)
@@ -189,12 +179,24 @@ class RequestQueues(Generic[R]):
         oldest = (running[0] for other in others if (running := self.running[other]))
         return min(oldest, key=attrgetter("arrival"), default=None)
 
-    def promote(self, request: R, tier: KVTier) -> bool:
-        """Move a request to a more preferred tier if one free block per running request remains there.
+    def move(self, request: R, tier: KVTier) -> bool:
+        """Move a request to another tier if one free block per running request remains there.
 
         Admission requires the same. The request then stays for at least `block_size` iterations.
         """
-        return self._move(request, tier, reserve_blocks=len(self.running[tier]))
+        source = self.tier_of(request)
+        if source.host_attends and tier.host_attends:
+            return False  # a copy has the device at one end
+        hashes, reserve_blocks = request.block_hashes(self.kv.block_size), len(self.running[tier])
+        copies = self.kv.move(request.request_id, tier, request.num_tokens, hashes, reserve_blocks)
+        if copies is None:
+            return False
+        self.running[source].remove(request)
+        insort(self.running[tier], request, key=attrgetter("arrival"))
+        self.copies.extend(copies)
+        self.moved.append(request)
+        self.counters.num_moves += 1
+        return True
 
     def may_have_room(self, request: R) -> bool:
         """Return False if no tier has room for a waiting request; True is a quick, optimistic guess."""
@@ -286,24 +288,9 @@ class RequestQueues(Generic[R]):
         for other in (self.tiers[0], *self.less_preferred):
             if other == tier or (other != self.tiers[0] and not may_spill(victim, other)):
                 continue
-            if self._move(victim, other, reserve_blocks=len(self.running[other])):
+            if self.move(victim, other):
                 return
         self._preempt(victim)
-
-    def _move(self, request: R, tier: KVTier, reserve_blocks: int) -> bool:
-        source = self.tier_of(request)
-        if source.host_attends and tier.host_attends:
-            return False  # a copy has the device at one end
-        hashes = request.block_hashes(self.kv.block_size)
-        copies = self.kv.move(request.request_id, tier, request.num_tokens, hashes, reserve_blocks)
-        if copies is None:
-            return False
-        self.running[source].remove(request)
-        insort(self.running[tier], request, key=attrgetter("arrival"))
-        self.copies.extend(copies)
-        self.moved.append(request)
-        self.counters.num_moves += 1
-        return True
 
     def _preempt(self, request: R) -> None:
         """Free a request's blocks and put it back into the waiting queue, in order of arrival."""

@@ -2,16 +2,16 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import ZERO, TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
+from neo_desktop.engine.request import FinishReason, R, Request, RequestOutput
 from neo_desktop.engine.schedule.batch_builder import BatchBuilder, SchedulerLimits
-from neo_desktop.engine.schedule.iteration_builder import Admission, Decision, IterationBuilder
+from neo_desktop.engine.schedule.iteration_builder import Decision, IterationBuilder
 from neo_desktop.engine.schedule.plans import Scheduled, can_plan_ahead, plan_of, without_ended
 from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.schedule.request_queues import RequestQueues
@@ -25,8 +25,6 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 MOST_WAITS = 16  # iterations without an async step before async decodes in flight are restarted
 BUDGET_GROWTH = 1 + 1 / 32  # per iteration, after an iteration failed for lack of device memory
 MOST_SHRINKS = 32  # many more than halvings down to a single token need
-
-R = TypeVar("R", bound=RequestState)
 
 
 class Scheduler(Generic[R]):
@@ -80,7 +78,6 @@ class Scheduler(Generic[R]):
         self._kept = None if speculation is None else speculation.kept
         self._steady_states = SteadyStateFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
-        self._admission = Admission()
         self._is_behind = False  # decodes had to wait for host or bus in the last iteration
         self._under_way: deque[list[Scheduled]] = deque()  # the current iterations: one, or two
         self._ahead: Decision[R] | None = None
@@ -99,12 +96,11 @@ class Scheduler(Generic[R]):
         return None if self._speculation is None else self._speculation.stats
 
     def add(self, request: R) -> None:
-        self.queues.add(request)
+        self.queues.waiting.append(request)
         self._workload_stats.add(request.num_prompt_tokens)
         self._ahead = None  # otherwise the request would miss the next iteration
 
     def remove(self, request: R) -> None:
-        """Remove a finished request and free its blocks."""
         self._has_removed = True
         self.queues.remove(request)
         self._workload_stats.end()
@@ -116,7 +112,7 @@ class Scheduler(Generic[R]):
         """
         queues = self.queues
         self._has_removed = False
-        self._admission.waits_for_prompt = False
+        queues.waits_for_prompt = False
         has_room = queues.make_room(self._may_spill)  # 1
         # Waiting requests take free room first, unless host or bus have more work than time.
         if has_room and (self._is_behind or not queues.waiting):
@@ -253,7 +249,7 @@ class Scheduler(Generic[R]):
             has_news = context_len // block_size > start // block_size  # a block is full
             if (has_news or is_finished) and is_kept and request_id not in moving:
                 self._kv.commit(request_id, request.block_hashes(block_size), context_len)
-                if self._admission.waits_for_prompt:  # it may wait for these blocks
+                if self.queues.waits_for_prompt:  # it may wait for these blocks
                     self._ahead = None
             if is_finished:
                 self.remove(request)
@@ -320,7 +316,7 @@ class Scheduler(Generic[R]):
         assert not self._under_way
         self._ahead = None
         self.queues.set_limit(tier, num_blocks, self._may_spill)
-        self._admission.refused = None
+        self.queues.refused = None
 
     def refuse_first(self: "Scheduler[Request]", why: str) -> list[RequestOutput]:
         """End the longest-waiting request, because no remaining tier can hold it."""
@@ -345,8 +341,7 @@ class Scheduler(Generic[R]):
         return [request.take_output() for request in requests]
 
     def _new_iteration(self) -> IterationBuilder[R]:
-        max_tokens = int(self._batch_tokens)
-        return IterationBuilder(self.queues, self._policy, self._builder, max_tokens, self._admission)
+        return IterationBuilder(self.queues, self._policy, self._builder, int(self._batch_tokens))
 
     def _may_spill(self, victim: R, tier: KVTier) -> bool:
         """Return True if a request may move to a less preferred tier; it must if it fits nowhere else."""
@@ -366,14 +361,14 @@ class Scheduler(Generic[R]):
         layer_ms, num_tokens = self._cost.linear_ms(self.queues.num_running), 0
         while not num_tokens or self._cost.transfer_ms(num_tokens) < layer_ms:
             request = self.queues.next_to_promote(best)
-            if request is None or not self.queues.promote(request, best):
+            if request is None or not self.queues.move(request, best):
                 break
             num_tokens += request.num_tokens
         for tier in others:
             if tier.is_streamed and not self.queues.copies:
                 request = self.queues.next_to_promote(tier)
                 if request is not None and self._policy.admits(self._builder({}), tier, request.num_tokens):
-                    self.queues.promote(request, tier)
+                    self.queues.move(request, tier)
 
     def _builder(self, decodes: dict[KVTier, Decodes]) -> BatchBuilder:
         """Return a batch builder with these decodes, which the device attends for."""

@@ -23,9 +23,11 @@ from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import IterationShape, predict
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.schedule.draft_rates import TRIED_ROWS, WORTHWHILE, DraftRates
 from neo_desktop.engine.schedule.draft_rows import (
+    TRIED_ROWS,
+    WORTHWHILE,
     Candidate,
+    DraftRates,
     candidates_of,
     decodes_of,
     most_tokens,
@@ -137,11 +139,7 @@ class Speculation:
     def widened(
         self, decision: Decision[Request], queues: RequestQueues[Request], max_tokens: int
     ) -> Decision[Request]:
-        """Return a decision with the drafts that raise the predicted rate most.
-
-        Args:
-            max_tokens: limit on tokens of the iteration.
-        """
+        """Return a decision with the drafts that raise the predicted rate most."""
         shape, batches = decodes_of(decision.shape), list(decision.shape.batches)
         num_decodes = num_tokens_of(shape)
         num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_decodes)

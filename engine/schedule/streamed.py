@@ -6,7 +6,6 @@ the prediction.)
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -29,24 +28,21 @@ def hides(cost: TableCostModel, shape: BatchShape, moved_tokens: int = 0) -> boo
     )
 
 
-def hidden(builder: BatchBuilder, decodes: Sequence[tuple[KVTier, int]], num_starved: int) -> list[int]:
-    """Return the positions of the streamed decodes whose transfer hides behind the iteration.
+def num_hidden(builder: BatchBuilder, queue: HostQueue, num_starved: int) -> int:
+    """Return how many streamed decodes from the front have a transfer that hides behind the iteration.
 
     Args:
-        decodes: (KV tier, context tokens) per decode, in the order in which they join.
         num_starved: decodes at the front that join in any case. At least one joins an empty batch.
     """
-    cost, moved_tokens, beside = builder.cost, builder.moved_tokens, len(builder.queue)
     # Decodes attended by the CPU take part in the linear stages.
-    shape = builder.shape._replace(tokens=builder.shape.tokens + beside)
-    queue = HostQueue(decodes)
+    shape = builder.shape._replace(tokens=builder.shape.tokens + len(builder.queue))
 
     def is_late(count: int) -> bool:
-        return not hides(cost, shape.plus(queue.decodes(range(count))), moved_tokens)
+        decodes = queue.decodes(range(count))
+        return not hides(builder.cost, shape.plus(decodes), builder.moved_tokens)
 
     num_first = bisect_right(range(1, len(queue) + 1), 0, key=is_late)
-    num_first = max(num_first, num_starved, int(not shape.tokens))
-    return list(range(num_first))
+    return max(num_first, num_starved, int(not shape.tokens))
 
 
 def admits(builder: BatchBuilder, tier: KVTier, num_tokens: int) -> bool:

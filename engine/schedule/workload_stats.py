@@ -1,15 +1,11 @@
 """Average prompt and output length of the workload."""
 
-from typing import TypeVar
-
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
-from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.request import R
 from neo_desktop.engine.schedule.batch_builder import SchedulerLimits
 from neo_desktop.engine.schedule.request_queues import RequestQueues
 from neo_desktop.engine.schedule.steady_state import Workload
-
-R = TypeVar("R", bound=RequestState)
 
 EXPECTED_OUTPUT_TOKENS = 200.0  # prior: one finished request with an output of this length
 MEMORY = 512.0  # requests; the weight of older ones is halved

@@ -52,7 +52,6 @@ class Work:
 
     @classmethod
     def of(cls, requests: Sequence[WorkloadRequest]) -> Self:
-        """Return the work of complete requests."""
         return cls(
             linear_tokens=sum(r.prompt_tokens + r.output_tokens - 1 for r in requests),
             outputs=sum(r.output_tokens for r in requests),
@@ -66,11 +65,7 @@ class Work:
 
 
 class LeastTimes:
-    """Minimum times per unit of work in the tables, from which bounds are made.
-
-    Args:
-        longest_prompt: in tokens.
-    """
+    """Minimum times per unit of work in the tables, from which bounds are made."""
 
     def __init__(self, cost: TableCostModel, longest_prompt: int) -> None:
         layers = cost.num_layers
@@ -122,7 +117,6 @@ def least_ms(
     """Return the minimum time of the work.
 
     Args:
-        cost: the tables.
         room: at least one cache is not empty.
         smallest_cpu_share: lower limit of x, see the module docstring.
         largest_cpu_share: upper limit of x; (0, 0) for gpu-only, (1, 1) for fastdecode.
@@ -142,7 +136,6 @@ class Bound:
     """The bound for one workload on one machine.
 
     Args:
-        cost: the tables.
         requests: arrival times are ignored, because waiting only makes a run longer.
         room: at least one cache is not empty.
     """

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import predict
-from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.schedule.draft_rates import DraftRates
+from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.draft_rows import (
+    DraftRates,
     candidates_of,
     decodes_of,
     most_tokens,
@@ -16,7 +16,7 @@ from neo_desktop.engine.schedule.draft_rows import (
     with_blocks,
 )
 from neo_desktop.engine.schedule.iteration_builder import Decision
-from neo_desktop.engine.schedule.request_queues import R, RequestQueues
+from neo_desktop.engine.schedule.request_queues import RequestQueues
 
 
 class SimulatedDrafts:
@@ -39,11 +39,7 @@ class SimulatedDrafts:
     def widened(
         self, decision: Decision[R], queues: RequestQueues[R], max_tokens: int
     ) -> tuple[Decision[R], Mapping[R, int]]:
-        """Return a decision with drafts, and their widths by request.
-
-        Args:
-            max_tokens: limit on tokens of the iteration.
-        """
+        """Return a decision with drafts, and their widths by request."""
         shape, batches = decodes_of(decision.shape), list(decision.shape.batches)
         num_free = min(max_tokens - num_tokens_of(decision.shape), self._max_rows - num_tokens_of(shape))
         able = candidates_of(decision, queues, lambda request: True)

@@ -73,7 +73,6 @@ class HostPreset:
 
     @property
     def attention_cores(self) -> int:
-        """Cores that compute attention."""
         return max(self.cores - self.idle_cores, 1)
 
     @property

@@ -18,7 +18,6 @@ class FinishedRequest:
 
     @property
     def ttft_ms(self) -> float:
-        """Time from arrival to the first token."""
         return self.first_token_ms - self.arrival_ms
 
     @property
@@ -67,7 +66,6 @@ class SimulationResult:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens, summed over finished requests."""
         return sum(request.output_tokens for request in self.finished)
 
     @property

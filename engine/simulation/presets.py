@@ -33,9 +33,10 @@ def _gpu(
     **shares: float,
 ) -> GpuPreset:
     if isinstance(bus, tuple):
-        generation, lanes = bus
-        bus = lanes * _LANE_BYTES_PER_S[generation] / GB
-    if (reached := fitted.card_shares(name)) is not None:
+        pcie, lanes = bus
+        bus = lanes * _LANE_BYTES_PER_S[pcie] / GB
+    if (generation := fitted.generation(name)) is not None:
+        reached = fitted.CARDS[generation]
         shares = {
             "streaming_share": reached.streaming,
             "attention_share": reached.attention,
@@ -121,24 +122,6 @@ _GPUS = (
 
 GPUS = {gpu.name: gpu for gpu in _GPUS}
 
-# AMD EPYC 7002 product brief and NEO, table 1: EPYC 7R32, Zen 2 (2 FMA units of 8 lanes, about 3.0 GHz),
-# eight channels of DDR4-3200 = 204.8 GB/s per socket. A die of 8 cores reads 32 bytes per fabric clock of 1.6
-# GHz = 51.2 GB/s, so an instance sees one die's share per eight cores. NEO, section 5.5, found the same
-# steps: g5.2xlarge about as fast as g5.4xlarge, then twice, then twice again.
-_ZEN2_DIE = 51.2 * GB
-
-
-def _zen2(name: str, cores: int, memory_gib: int, dies: int) -> HostPreset:
-    return HostPreset(
-        name,
-        memory_gib * GIB,
-        dies * _ZEN2_DIE,
-        cores,
-        core_bytes_per_s=20.0 * GB,
-        core_flops=2 * 8 * 2 * 3.0e9,
-        title=f"the host of a {name}",
-    )
-
 
 def _host(
     name: str,
@@ -176,10 +159,14 @@ _HOSTS = (
     # AWS, Intel ARK and NEO, table 1: 8 of the 24 cores of a Xeon Platinum 8259CL (Cascade Lake, six channels
     # of DDR4-2933 = 140.8 GB/s; two AVX-512 FMA units, about 2.5 GHz in AVX-512 code), 64 GB.
     _host(*("g4dn.4xlarge", "the host of a g4dn.4xlarge", 64, 140.8, 8), core_gb_per_s=12, ghz=2.5, lanes=16),
-    _zen2("g5.2xlarge", cores=4, memory_gib=32, dies=1),
-    _zen2("g5.4xlarge", cores=8, memory_gib=64, dies=1),
-    _zen2("g5.8xlarge", cores=16, memory_gib=128, dies=2),
-    _zen2("g5.16xlarge", cores=32, memory_gib=256, dies=4),
+    # AMD EPYC 7002 product brief and NEO, table 1: EPYC 7R32, Zen 2 (2 FMA units of 8 lanes, about 3.0 GHz),
+    # eight channels of DDR4-3200 = 204.8 GB/s per socket. A die of 8 cores reads 32 bytes per fabric clock of
+    # 1.6 GHz = 51.2 GB/s, so an instance sees one die's share per eight cores. NEO, section 5.5, found the
+    # same steps: g5.2xlarge about as fast as g5.4xlarge, then twice, then twice again.
+    _host("g5.2xlarge", "the host of a g5.2xlarge", 32, 51.2, 4, core_gb_per_s=20, ghz=3.0),
+    _host("g5.4xlarge", "the host of a g5.4xlarge", 64, 51.2, 8, core_gb_per_s=20, ghz=3.0),
+    _host("g5.8xlarge", "the host of a g5.8xlarge", 128, 102.4, 16, core_gb_per_s=20, ghz=3.0),
+    _host("g5.16xlarge", "the host of a g5.16xlarge", 256, 204.8, 32, core_gb_per_s=20, ghz=3.0),
     # AWS: EPYC 7R13 (Zen 3), one die of 8 cores, as above.
     _host("g6.4xlarge", "the host of a g6.4xlarge", 64, 51.2, 8, core_gb_per_s=25, ghz=3.4),
     # Two channels of DDR4-3200; a Zen 3 class CPU of 6 or 8 cores, in a laptop at a lower clock.

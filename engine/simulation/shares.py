@@ -56,9 +56,3 @@ _GENERATIONS = (
 def generation(card: str) -> str | None:
     """Return the generation of a card of this name; None: a card of data centres, or unknown."""
     return next((name for prefix, name in _GENERATIONS if card.startswith(prefix)), None)
-
-
-def card_shares(card: str) -> CardShares | None:
-    """Return the shares of a card of this name; None: as above."""
-    name = generation(card)
-    return None if name is None else CARDS[name]

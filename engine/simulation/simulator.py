@@ -53,8 +53,6 @@ def simulate(
 
     Args:
         requests: in order of arrival.
-        num_blocks: `tier -> blocks`.
-        block_size: tokens per block.
         num_states: slots for states of recurrent layers; None: the model has no recurrent layers.
         true_timing: called with each decision; it may correct `cost`.
         seed: of the drafts.

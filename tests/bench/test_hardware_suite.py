@@ -17,11 +17,12 @@ from neo_desktop.app.bench.hardware import (
 from neo_desktop.app.bench.host_rates import Host, native_dtypes
 from neo_desktop.app.bench.options import BenchOptions, HardwareOptions
 from neo_desktop.app.bench.section import Section
-from neo_desktop.engine.execute.backend import Backend, ThreadBackend
+from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.profiling.hardware import find_gpus
-from neo_desktop.engine.profiling.offload import OffloadTimer
+from neo_desktop.engine.profiling.offload import round_trip_s
 
+CPU = torch.device("cpu")
 MIB = 1 << 20
 SMALL = BenchOptions(
     hardware=HardwareOptions(
@@ -56,7 +57,9 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
     monkeypatch.setattr(suite, "fitting_sizes", lambda sizes: tuple(n for n in sizes if n <= 1024))
-    monkeypatch.setattr(suite, "offload_of", lambda _, *, in_graph: offload(in_graph=in_graph))
+    backends = iter((ThreadBackend(None), ImitatedBackend()))  # of streams, and of a graph
+    monkeypatch.setattr(suite, "open_backend", lambda _: next(backends))
+    monkeypatch.setattr(suite, "round_trip_s", lambda _, *args, **named: round_trip_s(CPU, *args, **named))
 
 
 def figures(report: HardwareReport, what: str) -> list[float]:
@@ -137,11 +140,6 @@ def lane_threads() -> int:
     return sum(thread.name.startswith("neo-desktop") for thread in threading.enumerate())
 
 
-def offload(*, in_graph: bool = True, backend: Backend | None = None) -> OffloadTimer:
-    made = backend or (ImitatedBackend() if in_graph else ThreadBackend(None))
-    return OffloadTimer(torch.device("cpu"), made, in_graph=in_graph)
-
-
 def test_a_hand_off_that_loses_data_is_an_error() -> None:
     class Lossy(ImitatedBackend):
         def enqueue(self, operations: Sequence[Operation]) -> None:
@@ -150,7 +148,7 @@ def test_a_hand_off_that_loses_data_is_an_error() -> None:
             super().enqueue(operations)
 
     with pytest.raises(RuntimeError, match="lost data"):
-        offload(backend=Lossy()).seconds(4096)
+        round_trip_s(CPU, Lossy(), 4096, in_graph=True)
 
 
 def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

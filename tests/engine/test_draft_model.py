@@ -188,7 +188,8 @@ def test_a_draft_model_leaves_the_gpu_if_weights_would_have_to_leave_it(
 ) -> None:
     """A draft model on the GPU leaves 6 GiB of a limit of 8 for the model."""
     caps = {"gpu_memory_gib": 8.0, "cpu_memory_gib": 4.0}
-    drafting = Drafting(EngineOptions(model=models.large, draft_model=models.small, **caps))
+    options = EngineOptions(model=models.large, draft_model=models.small, **caps)
+    drafting = Drafting(options, open_checkpoint(models.large))
     free, places, split = FreeMemory(64 * GIB, 20 * GIB), [], WeightPlan({}, 1, 1)
     monkeypatch.setattr(FreeMemory, "now", lambda device: free)
 

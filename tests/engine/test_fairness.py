@@ -90,7 +90,7 @@ def decisions(
     scheduler: Scheduler[LightRequest] = Scheduler(kv_cache, POLICIES[policy], LIMITS, cost)
     queues = scheduler.queues
     for ordinal in range(num_requests):
-        queues.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
+        queues.waiting.append(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
     while (decision := scheduler.decide()) is not None:
         yield queues, decision
         for request in scheduler.advance(decision):

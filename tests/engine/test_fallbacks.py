@@ -8,9 +8,7 @@ from neo_desktop.engine.fallbacks import MECHANISMS, Fallbacks, variable
 
 
 def test_the_environment_forces_rungs() -> None:
-    fallbacks = Fallbacks.from_environment(
-        {"NEO_DESKTOP_LEVEL_PAGED_DECODE": "torch", "HOME": "/", variable("nvml"): ""}
-    )
+    fallbacks = Fallbacks({"NEO_DESKTOP_LEVEL_PAGED_DECODE": "torch", "HOME": "/", variable("nvml"): ""})
     assert fallbacks.level("paged_decode") == "torch"
     assert fallbacks.level("rope_append") == "triton"
     assert fallbacks.limits() == {"paged_decode": "torch"}
@@ -19,7 +17,7 @@ def test_the_environment_forces_rungs() -> None:
 @pytest.mark.parametrize("forced", [{"paged_decode": "cuda"}, {"magic": "on"}])
 def test_what_does_not_exist_is_refused_with_what_does(forced: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"triton, torch|graphs, paged_decode"):
-        Fallbacks(forced)
+        Fallbacks({variable(name): level for name, level in forced.items()})
 
 
 def test_limits_only_lower_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,7 +58,7 @@ def test_the_page_about_fallbacks_has_every_mechanism_and_level() -> None:
 
 
 def test_graphs_need_pinned_memory() -> None:
-    fallbacks = Fallbacks({"graphs": "device-only"})
+    fallbacks = Fallbacks({variable("graphs"): "device-only"})
     fallbacks.limit("host_memory", "pageable", "the driver refused")
     assert fallbacks.level("graphs") == "eager"
     (standing,) = [s for s in fallbacks.states() if s.mechanism.name == "graphs"]

@@ -27,7 +27,7 @@ class FakeNvml:
         self.is_open = False
         this_one = SimpleNamespace(pid=os.getpid(), usedGpuMemory=GIB)
         self.answers = {
-            "nvmlSystemGetDriverVersion": b"570.86.15",  # older versions of pynvml return bytes
+            "nvmlSystemGetDriverVersion": "570.86.15",
             "nvmlDeviceGetCount": 1,
             "nvmlDeviceGetHandleByIndex": "a handle",
             "nvmlDeviceGetName": "Tesla T4",

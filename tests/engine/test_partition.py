@@ -15,7 +15,7 @@ from neo_desktop.engine.predict.estimate import (
     iteration_ms,
     off_device_times,
 )
-from neo_desktop.engine.schedule.batch_builder import HostQueue
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue, SchedulerLimits
 from neo_desktop.engine.schedule.partition import TOLERANCE, CandidateGenerator, Objective, Partition
 
 models = cost_models((*MEASURED_TIERS, THIRD))
@@ -30,6 +30,13 @@ def on_device(decodes: int, context: int) -> BatchShape:
 
 def with_prompt(shape: BatchShape, tokens: int, prefill_ms: float) -> BatchShape:
     return shape._replace(tokens=shape.tokens + tokens, prefill_ms=prefill_ms) if tokens else shape
+
+
+def generator_of(
+    cost: TableCostModel, shape: BatchShape, queue: HostQueue, num_starved: int = 0
+) -> CandidateGenerator:
+    limits = SchedulerLimits(max_batch_tokens=512, max_batch_requests=256)
+    return CandidateGenerator(BatchBuilder(cost, limits, 0, shape, queue, num_starved))
 
 
 def of_host(count: int, context: int) -> HostQueue:
@@ -68,7 +75,7 @@ def check(split: Partition, shape: BatchShape, queue: HostQueue, cost: TableCost
 def test_the_host_hides_behind_the_device_in_neos_batches(
     cost: TableCostModel, shape: BatchShape, queue: HostQueue
 ) -> None:
-    split = CandidateGenerator(cost, shape, queue).hidden()
+    split = generator_of(cost, shape, queue).hidden()
     if not split.shape.batches[0].tokens:  # without device work nothing can hide
         assert split.num_taken == 0
         return
@@ -86,7 +93,7 @@ def test_whoever_waited_too_long_joins_at_any_price(
     cost: TableCostModel, shape: BatchShape, queue: HostQueue, data: st.DataObject
 ) -> None:
     num_starved = data.draw(st.integers(0, len(queue)))
-    split = CandidateGenerator(cost, shape, queue).hidden(num_starved)
+    split = generator_of(cost, shape, queue, num_starved).hidden()
     assert set(range(num_starved)) <= {*split.first, *split.second}
 
 
@@ -96,7 +103,7 @@ def test_fastdecode_takes_everybody_in_two_halves(
 ) -> None:
     if not shape.tokens and not len(queue):
         return
-    split = CandidateGenerator(cost, shape, queue).halves()
+    split = generator_of(cost, shape, queue).halves()
     check(split, shape, queue, cost)
     assert split.num_taken == len(queue)
     if len(queue) > 1:
@@ -119,7 +126,7 @@ def test_the_best_split_is_not_worse_than_any_simple_one(
 ) -> None:
     if not shape.tokens and not len(queue):
         return
-    generator = CandidateGenerator(cost, shape, queue)
+    generator = generator_of(cost, shape, queue)
     worth = Objective(decode_ms, shape.num_decodes * decode_ms + (prefill_ms if shape.tokens else 0.0))
     split = worth.best(generator.candidates())
     check(split, shape, queue, cost)
@@ -135,7 +142,7 @@ def test_the_best_split_is_not_worse_than_any_simple_one(
 
 def best(cost: TableCostModel, shape: BatchShape, queue: HostQueue, decode_ms: float) -> Partition:
     worth = Objective(decode_ms, shape.num_decodes * decode_ms)
-    return worth.best(CandidateGenerator(cost, shape, queue).candidates())
+    return worth.best(generator_of(cost, shape, queue).candidates())
 
 
 def test_host_decodes_join_where_a_hand_off_is_cheap_and_wait_where_it_is_not() -> None:

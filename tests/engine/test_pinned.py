@@ -14,9 +14,8 @@ import torch
 from neo_desktop.engine.cuda import pinned
 from neo_desktop.engine.cuda.pinned import check_weight_pages, kv_bytes, weight_bytes
 from neo_desktop.engine.fallbacks import fallbacks
-from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.huge_pages import HUGE_PAGE_POLICY, SMAPS, huge_page_bytes
-from neo_desktop.engine.loading import made
+from neo_desktop.engine.loading import gpu_form, made
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.offloaded import MoveBudget, OffloadedFormat
 

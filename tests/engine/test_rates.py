@@ -1,5 +1,7 @@
 """The speed of CPU, GPU and bus is measured before loading; offload times match those of iterations."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from fallback_levels import Levels
@@ -11,27 +13,21 @@ from neo_desktop.engine.profiling import rates
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class FakeOffload:
-    """Offload timer that takes 7 µs with flags, if available, and 300 µs with threads."""
+def with_flags(*_: object, in_graph: bool) -> float:
+    """Return the seconds of a round trip: 7 µs with flags, and 300 µs with threads."""
+    return 7e-6 if in_graph else 300e-6
 
-    has_flags = True
 
-    def __init__(self, device: torch.device, backend: object, *, in_graph: bool) -> None:
-        self._in_graph = in_graph
-
-    def seconds(self, nbytes: int) -> float:
-        if self._in_graph and not self.has_flags:
-            raise StreamMemoryError("the driver refuses")
-        return 7e-6 if self._in_graph else 300e-6
-
-    def close(self) -> None:
-        pass
+def without_flags(*_: object, in_graph: bool) -> float:
+    if in_graph:
+        raise StreamMemoryError("the driver refuses")
+    return 300e-6
 
 
 @pytest.fixture
 def _offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "OffloadTimer", FakeOffload)
-    monkeypatch.setattr(rates, "open_backend", lambda streams: None)
+    monkeypatch.setattr(rates, "round_trip_s", with_flags)
+    monkeypatch.setattr(rates, "open_backend", lambda streams: Mock())
 
 
 @pytest.mark.usefixtures("_offloads")
@@ -41,7 +37,7 @@ def test_hand_offs_are_told_by_flags_where_there_are_any(
     levels()
     assert rates._offload_ms(CPU) == pytest.approx(0.3)
     assert rates._offload_ms(CUDA) == pytest.approx(0.007)
-    monkeypatch.setattr(FakeOffload, "has_flags", False)
+    monkeypatch.setattr(rates, "round_trip_s", without_flags)
     assert rates._offload_ms(CUDA) == pytest.approx(0.3)
     assert fallbacks.limits() == {"graphs": "device-only"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from neo_desktop.engine.profiling.shares import measured_shares
+from neo_desktop.engine.profiling.iteration_timer import measured_shares
 from neo_desktop.models.linear.shares import StreamedShares
 
 

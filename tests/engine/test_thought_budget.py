@@ -84,7 +84,7 @@ def test_a_model_with_channels_chooses_another_channel() -> None:
         budget.accept(tokenizer.encode("?", False)[0])
     forced = []
     while mask is not None:
-        (token_id,) = np.flatnonzero(np.unpackbits(np.frombuffer(mask.bits, np.uint8), bitorder="little"))
+        (token_id,) = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
         forced.append(int(token_id))
         budget.accept(int(token_id))
         mask = budget.mask()
@@ -92,7 +92,7 @@ def test_a_model_with_channels_chooses_another_channel() -> None:
     budget.accept(tokenizer.encode(CHANNEL, False)[0])
     mask = budget.mask()
     assert mask is not None
-    allowed = np.unpackbits(np.frombuffer(mask.bits, np.uint8), bitorder="little")
+    allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
     assert not allowed[tokenizer.encode("analysis", False)[0]]
     assert allowed[tokenizer.encode("final", False)[0]]
     for token_id in tokenizer.encode("final", False):

@@ -15,7 +15,7 @@ from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import ZERO
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
-from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.profiling.warm_up import Gauge, warm_up
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
@@ -105,7 +105,7 @@ def test_too_little_memory_is_told_with_what_to_do(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
     device = torch.device("cuda")
-    TorchGauge(device).begin()
+    Gauge(device).begin()
     options = EngineOptions(
         device="cuda",
         shape="tiny",

@@ -28,7 +28,7 @@ from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationSh
 from neo_desktop.engine.profiling.workers import divided
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.batch_builder import HostQueue
+from neo_desktop.engine.schedule.batch_builder import BatchBuilder, HostQueue
 from neo_desktop.engine.schedule.partition import CandidateGenerator
 from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -37,6 +37,7 @@ TWO = KVTier.worker(2)
 WORKERS = ONE, TWO
 EVERYWHERE = (*MEASURED_TIERS, *WORKERS)
 BLOCK_SIZE = 4
+LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=256, max_token_ms=1e9)
 NONE = Decodes(0, 0)
 
 
@@ -55,9 +56,9 @@ def on_device(decodes: int) -> BatchShape:
 def test_the_round_trip_of_a_worker_is_paid_once_in_an_iteration_and_not_in_each_layer() -> None:
     cost, load = far(), on_device(16)
     alone_ms = iteration_ms(cost, IterationShape((load,)))
-    generator = CandidateGenerator(cost, load, HostQueue([(ONE, 500)] * 40))
+    generator = CandidateGenerator(BatchBuilder(cost, LIMITS, 0, load, HostQueue([(ONE, 500)] * 40)))
     assert generator.together().predicted_ms > alone_ms + cost.num_layers * 5.0
-    (apart,) = generator.with_async(generator.front(0, 0), 1e6)
+    (apart,) = generator.with_async(generator.front(0, 0))
     assert apart.shape.async_decodes == {ONE: Decodes(40, 40 * 500)}
     assert alone_ms < apart.predicted_ms < alone_ms + 3 * 5.0
 
@@ -85,10 +86,11 @@ def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
 ) -> None:
     cost = far(round_trip_ms, sending_ms)
     queue, begun = HostQueue(waiting), HostQueue(under_way).decodes(range(len(under_way)))
-    generator = CandidateGenerator(cost, on_device(decodes), queue, async_decodes=begun)
+    builder = BatchBuilder(cost, LIMITS, 0, on_device(decodes), queue, async_decodes=begun)
+    generator = CandidateGenerator(builder)
     num_taken = int(taken * len(waiting))
     split = generator.front(num_taken // 2, num_taken)
-    found = list(generator.with_async(split, 1e9, workers_only=workers_only))
+    found = list(generator.with_async(split, workers_only=workers_only))
     assert len(found) <= 1
     assert bool(found) >= bool(under_way)
     rest = queue.decodes(range(num_taken, len(waiting)))

@@ -213,7 +213,7 @@ def test_sampling_is_the_same_in_graphs(model: Decoder) -> None:
 
 def test_grammars_and_biases_are_obeyed_beside_greedy_requests(model: Decoder) -> None:
     compiler = GrammarCompiler(ByteTokenizer(), model.config.vocab_size, ())
-    bound = GREEDY._replace(grammar=compiler.start(from_regex("z")))
+    bound = GREEDY._replace(allowed_tokens=compiler.start(from_regex("z")).allowed_tokens)
     compiler.close()
     biased = GREEDY._replace(params=SamplingParams(temperature=0.0, logit_bias={77: 100.0}))
     executor, _ = make_executor(model)

@@ -10,9 +10,8 @@ from dense_model import logits_of_all
 from fallback_levels import Levels, kernels_on
 from gguf_files import write_gguf
 
-from neo_desktop.engine.gpu_form import gpu_form
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.loading import kept_form
+from neo_desktop.engine.loading import gpu_form, kept_form
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,

@@ -12,7 +12,7 @@ class AllAsync(Policy):
     """Needs no prediction; each third number of waiting requests advances no async decode."""
 
     def partition(self, builder: BatchBuilder) -> Partition:
-        generator = CandidateGenerator(builder.cost, builder.shape, builder.queue, builder.moved_tokens)
+        generator = CandidateGenerator(builder)
         waiting = builder.queue.decodes(range(len(builder.queue)))
         decodes = joined(builder.async_decodes, waiting)
         if not builder.shape.tokens or not decodes:

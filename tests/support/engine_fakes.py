@@ -43,7 +43,7 @@ def make_request(
         arrival=arrival,
         max_context_tokens=max_context_tokens,
         eos_token_ids=eos_token_ids,
-        text=IncrementalText(LetterStream(), params.stop),
+        text=IncrementalText(LetterStream(), params.stop),  # type: ignore[arg-type]
     )
 
 

@@ -12,7 +12,7 @@ from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+from neo_desktop.engine.remote.worker import AttentionWorker
 from neo_desktop.models.decoder import Decoder
 
 SECRET = b"a secret of sixteen letters at least"
@@ -26,7 +26,7 @@ def running_worker(
     """Run a worker; yield it and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = Address(*listener.getsockname())
-    worker = AttentionWorker(listener, secret, WorkerLimits(memory_bytes))
+    worker = AttentionWorker(listener, secret, memory_bytes)
     thread = threading.Thread(target=worker.serve, daemon=True)
     thread.start()
     try:
