@@ -33,9 +33,9 @@ from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequ
 from neo_desktop.engine.execute import lanes
 from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import HostTask, Signal
+from neo_desktop.engine.execute.lanes import WorkerLane
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import DecodeRows

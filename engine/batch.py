@@ -22,6 +22,15 @@ FloatArray = NDArray[np.float32]
 UNKNOWN_TOKEN = -1  # placeholder in a plan for a token that the previous, unfinished iteration will choose
 
 
+def rounded_size(count: int, shift: int = 2, least: int = 1) -> int:
+    """Round up to a multiple of `least`, and of the next power of two divided by `2 ** shift`.
+
+    By default to 0, 1, 2, 3, 4, 6, 8, 12, 16 and so on.
+    """
+    step = max(least, 1 << max((count - 1).bit_length() - shift, 0))
+    return -(-count // step) * step
+
+
 class SamplingInput(NamedTuple):
     """Input of the sampler for one token."""
 

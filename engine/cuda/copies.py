@@ -6,7 +6,6 @@ the copy has ended or until the source has been read.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.errors import DeviceStalledError, device_lost, is_device_lost, is_lost
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
+from neo_desktop.native.relay import empty_flags
 
 
 def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
@@ -31,6 +31,16 @@ def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
             said = str(error).strip().partition("\n")[0]
             fallbacks.limit("host_memory", "pageable", f"memory cannot be pinned: {said}")
     return make(False)
+
+
+def host_empty(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialised `host_memory`."""
+    return host_memory(lambda pin: torch.empty(shape, dtype=dtype, pin_memory=pin), device)
+
+
+def host_flags(num_turns: int, device: torch.device) -> Tensor:
+    """Return `native.relay.empty_flags` in `host_memory`."""
+    return host_memory(lambda pin: empty_flags(num_turns, pinned=pin), device)
 
 
 def suits_graphs(on_host: Iterable[Tensor], device: torch.device) -> bool:
@@ -59,9 +69,7 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
     if tensor.device.type == "cpu":
         copy = tensor.clone()
         return lambda: copy
-    on_host = host_memory(
-        lambda pin: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin), tensor.device
-    )
+    on_host = host_empty(tensor.shape, tensor.dtype, tensor.device)
     on_host.copy_(tensor, non_blocking=True)
     arrived: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
@@ -83,23 +91,14 @@ class HostBuffer:
         """Return the memory as a tensor. All views share it, so only one view may be in use at a time."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
-            size = max(num_bytes, 2 * len(self._bytes))
-            self._bytes = host_memory(
-                lambda pin: torch.empty(size, dtype=torch.uint8, pin_memory=pin), self._device
-            )
+            self._bytes = host_empty(max(num_bytes, 2 * len(self._bytes)), torch.uint8, self._device)
         return self._bytes[:num_bytes].view(dtype).view(shape)
 
 
-class Queried(Protocol):
-    """A CUDA stream, or an event on one."""
-
-    def query(self) -> bool:
-        """Return True if all work on the stream, or before the event, has ended; raise the work's error."""
-        ...
-
-
-def wait_for_gpu(work: Queried, watch: Watchdog, what: object = "its work", timeout: float = 1.0) -> None:
-    """Block until work on the GPU has ended.
+def wait_for_gpu(
+    work: torch.cuda.Stream | torch.cuda.Event, watch: Watchdog, what: str = "its work", timeout: float = 1.0
+) -> None:
+    """Block until work on a stream, or before an event, has ended.
 
     Args:
         what: Name of the work, for the error message.

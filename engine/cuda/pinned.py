@@ -5,9 +5,7 @@ torch rounds its own pinned memory up to a power of two, which can waste gigabyt
 
 import logging
 import mmap
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -35,10 +33,17 @@ class _Pages(mmap.mmap):
     def pin(self) -> RuntimeError | None:
         """Pin the memory; return the error if the system refuses."""
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        refusal = _refusal(lambda cudart: cudart.cudaHostRegister(address, len(self), _PORTABLE | _MAPPED))
-        if refusal is None:
-            self.pinned_at = address
-        return refusal
+        try:
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if number := int(cudart.cudaHostRegister(address, len(self), _PORTABLE | _MAPPED)):
+                raise RuntimeError(f"CUDA error {number}")
+        except RuntimeError as error:
+            if is_lost(error):
+                raise
+            _forget_refusal()
+            return error
+        self.pinned_at = address
+        return None
 
     def __del__(self) -> None:
         if self.pinned_at is not None:
@@ -127,20 +132,6 @@ def _advised(nbytes: int) -> tuple[_Pages, Tensor]:
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     ask_for_huge_pages(memory)
     return pages, memory
-
-
-def _refusal(call: Callable[[Any], int]) -> RuntimeError | None:
-    """Call a function of CUDA's runtime that returns an error code; return the error if it failed."""
-    try:
-        number = int(call(torch.cuda.cudart()))  # type: ignore[no-untyped-call]
-        if number:
-            raise RuntimeError(f"CUDA error {number}")
-    except RuntimeError as error:
-        if is_lost(error):
-            raise
-        _forget_refusal()
-        return error
-    return None
 
 
 def _forget_refusal() -> None:

@@ -28,18 +28,16 @@ def let_workspaces_go(keeper: object) -> None:
         _keepers.discard(keeper)
 
 
-def clear_workspaces(device: torch.device) -> bool:
-    """Return all workspaces to torch's allocator, unless graphs refer to them; return True if they are free.
+def clear_workspaces(device: torch.device) -> None:
+    """Return all workspaces to torch's allocator, unless graphs refer to them.
 
     The next cuBLAS call allocates a new workspace. A torch without this function keeps them, which only costs
     memory.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:
-        return False
+        return
     torch.cuda.synchronize(device)
     with _lock:
-        if _keepers:
-            return False
-        clear()
-    return True
+        if not _keepers:
+            clear()

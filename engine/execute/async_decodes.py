@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES, IterationPlan
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty, host_flags
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
@@ -35,25 +35,19 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.stages import Stages
-from neo_desktop.native.relay import empty_flags
 
 NO_BLOCKS = IntArray().view()
 
 
 @dataclass
 class AsyncDecodes(Attender):
-    """The async decodes of an iteration, as rows of a sub-batch.
-
-    Args:
-        attention: One per tier; each covers all slots, and slots of other tiers have no context.
-        old: Index of the set of buffers to read.
-    """
+    """The async decodes of an iteration, as rows of a sub-batch."""
 
     memory: Memory
     buffers: "AsyncBuffers"
     stages: Stages
-    attention: Mapping[KVTier, HostAttention]
-    old: int
+    attention: Mapping[KVTier, HostAttention]  # all with the same slots
+    old: int  # index of the set of buffers to read
 
     def __post_init__(self) -> None:
         self.key = self.old
@@ -81,7 +75,7 @@ class AsyncDecodes(Attender):
         return sent, launcher.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
     def commit(self) -> None:
-        self.buffers.end_turn()
+        self.buffers.newest = 1 - self.old
 
     def _send(self, layer: int) -> None:
         target = self.buffers.qkv[layer, : self._count]
@@ -118,24 +112,18 @@ class AsyncBuffers:
         qkv, out = (*slots, config.qkv_heads, head_dim), (2, *slots, heads, head_dim)
         # [set, layer of the next attention, slot]: the hidden states before that attention.
         self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
-        self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
-        self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
-        self.flags = {
-            tier: host_memory(lambda pin: empty_flags(layers, pinned=pin), device) for tier in self._tiers
-        }
+        self.qkv = host_empty(qkv, dtype, device).zero_()
+        self.out = host_empty(out, dtype, device).zero_()
+        self.flags = {tier: host_flags(layers, device) for tier in self._tiers}
         rotations = layers * slots[1], 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
-        self.newest = 0  # index of the set that the last async step wrote
+        self.newest = 0  # index of the set that the last successful async step wrote
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
         """The host tensors that graphs copy from and to."""
         return (self.qkv, self.out, *self.flags.values()) if self._tiers else ()
-
-    def end_turn(self) -> None:
-        """Swap the two sets after a successful async step: the next step reads what this one wrote."""
-        self.newest = 1 - self.newest
 
     def check(self, plan: IterationPlan) -> None:
         """Raise ValueError if a plan's async decodes are invalid."""

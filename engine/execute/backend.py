@@ -32,11 +32,9 @@ class Backend(Protocol):
 
     def on_device(self) -> AbstractContextManager[object]:
         """Order this thread's device work after the started program."""
-        ...
 
     def begin(self, watch: Watchdog) -> None:
         """Set the watchdog for all further waits."""
-        ...
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
         """Start a program after all earlier ones.
@@ -48,11 +46,9 @@ class Backend(Protocol):
         Returns:
             True if later programs of its key will be faster: kernels were compiled, or graphs captured.
         """
-        ...
 
     def wait(self) -> None:
         """Block until the oldest program without a `wait` has ended."""
-        ...
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
         """Block until no program is in flight any more, aborted ones included.
@@ -62,43 +58,34 @@ class Backend(Protocol):
         Returns:
             The reason if the engine is lost; None: the backend can continue.
         """
-        ...
 
     @property
     def has_graphs(self) -> bool:
         """True if the backend keeps graphs, or tried to capture one for the last program."""
-        ...
 
     def forget(self) -> None:
         """Drop all graphs and free their memory."""
-        ...
 
     def close(self) -> None:
         """End all threads, even during an iteration."""
-        ...
 
 
 class ThreadBackend:
     """The backend without a GPU, on threads. It replays recorded graphs, unless the timeline records.
 
     Args:
-        timeline: Records the work of the lanes.
         lanes: Lanes for tests; None: the default threads.
-        streams: Streams of the model's device; None: the device needs no context.
     """
 
     has_graphs = False
 
-    def __init__(
-        self, timeline: Timeline | None, lanes: Lanes | None = None, streams: Streams | None = None
-    ) -> None:
+    def __init__(self, timeline: Timeline | None, lanes: Lanes | None = None) -> None:
         self._lanes = lanes or Lanes.threads(timeline)
-        self._streams = streams
         self._timeline = timeline
         self._graphs = Graphs(partial(Recorder, self._lanes), self.forget)
 
     def on_device(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._streams is None else self._streams.on_device()
+        return nullcontext()
 
     def begin(self, watch: Watchdog) -> None:
         self._lanes.begin(watch)
@@ -146,7 +133,6 @@ class StreamBackend:
     it with the first dropped graph: the remaining graphs would write to freed memory.
 
     Args:
-        streams: Source of the lanes' streams.
         timeline: Records busy times of lanes. If it records all iterations, graphs include timing events.
     """
 
@@ -224,11 +210,6 @@ class StreamBackend:
 
     def _captured(self, steps: Sequence[Step]) -> _CUDAGraph:
         """Capture steps, and launch the graph."""
-        graph = self._capture(steps)
-        graph.replay()
-        return graph
-
-    def _capture(self, steps: Sequence[Step]) -> _CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         tape = self._tape
         with torch.cuda.stream(self._device):
@@ -256,6 +237,7 @@ class StreamBackend:
                 self._has_failed = True
                 raise
         keep_workspaces(self)
+        graph.replay()
         return _CUDAGraph(graph, tape.spans)
 
     def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -319,4 +301,4 @@ def open_backend(streams: Streams, timeline: Timeline | None = None) -> Backend:
     """Return the backend for a device."""
     if streams.device.type == "cuda":
         return StreamBackend(streams, timeline)
-    return ThreadBackend(timeline, streams=streams)
+    return ThreadBackend(timeline)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_flags
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
@@ -23,10 +23,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.operators import Operators
 from neo_desktop.models.registry import stages_of
-from neo_desktop.models.stages import Stages
-from neo_desktop.native.relay import empty_flags
 
 CHECK_TIMEOUT_S = 10.0  # for a program of two flags, which takes microseconds
 
@@ -45,9 +42,6 @@ def build_executor(
     """Build the model runner, and compile a GPU's kernels.
 
     Args:
-        max_tokens: Most tokens of an iteration.
-        max_requests: Most requests of an iteration.
-        streams: Streams for work on the model's device.
         group: The tensor-parallel group; None: the model is not divided.
         moves_experts: True if experts in host memory may move to the device.
     """
@@ -55,11 +49,13 @@ def build_executor(
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
     backend = open_backend(streams, timeline)
-    if model.device.type != "cuda":
-        stages = _stages(model, None, group)
+    is_gpu = model.device.type == "cuda"
+    number, reduce = (0, None) if group is None else (group.rank.number, group.sum)
+    stages = stages_of(model, dispatch if is_gpu else None, reduce, has_head=number == 0)
+    if not is_gpu:
         return ModelRunner(stages, storage, capacity, backend, timeline=timeline, moves_experts=moves_experts)
     if fallbacks.level("graphs") == "host-flags" and any(tier.host_attends for tier in storage.tiers):
-        flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
+        flags = host_flags(1, model.device)
         try:
             if flags.is_pinned():
                 check_flags(backend, flags[:, 0])
@@ -72,7 +68,7 @@ def build_executor(
         )
         num_programs = streams.sms * _programs_per_sm(q, storage)
     executor = ModelRunner(
-        _stages(model, dispatch, group),
+        stages,
         storage,
         capacity,
         backend,
@@ -89,12 +85,6 @@ def build_executor(
     backend.forget()
     clear_workspaces(model.device)
     return executor
-
-
-def _stages(model: Decoder, operators: Operators | None, group: Group | None) -> Stages:
-    if group is None:
-        return stages_of(model, operators)
-    return stages_of(model, operators, group.sum, has_head=group.rank.number == 0)
 
 
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:

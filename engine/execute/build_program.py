@@ -19,7 +19,7 @@ from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.async_decodes import NO_BLOCKS, AsyncBuffers
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.decodes import DecodeOffload, DeviceDecodes
-from neo_desktop.engine.execute.expert_moves import MovesBeside
+from neo_desktop.engine.execute.expert_moves import ExpertMoves
 from neo_desktop.engine.execute.images import ImageInputs
 from neo_desktop.engine.execute.layout import BatchMembers, GraphKey, streamed_blocks
 from neo_desktop.engine.execute.linears import Linears
@@ -67,8 +67,6 @@ class ProgramBuilder:
     """The builder of programs.
 
     Args:
-        storage: The KV pools.
-        workspace: Working memory of programs.
         decodes: Most decodes of a tier in a sub-batch that memory is reserved for.
         moves_experts: True if experts may move to the device.
     """
@@ -137,7 +135,7 @@ class ProgramBuilder:
         extras = [self._fill(part, each, rows_of_tokens) for part, each in parts]
         firsts = accumulate((part.rows.count for part in memory.parts), initial=0)
         ends = [(s, first + row) for first, part in zip(firsts, extras, strict=False) for s, row in part.ends]
-        experts = None if self.products is None else self.products.moves_beside(memory.parts, members)
+        experts = None if self.products is None else self.products.prepared_moves(memory.parts, members)
         is_whole = memory.is_fixed and for_graphs and graph_key.is_whole
         if (
             is_whole
@@ -168,7 +166,7 @@ class ProgramBuilder:
         program.fill([no_members] * len(memory.parts), Outputs((), self._stages, self._workspace, 0))
         return program
 
-    def _whole(self, memory: BatchMemory, experts: MovesBeside | None = None) -> Program:
+    def _whole(self, memory: BatchMemory, experts: ExpertMoves | None = None) -> Program:
         """Return the program of a graph that holds whole iterations."""
         key = memory, self._async.newest
         if key in self._known:
@@ -188,7 +186,7 @@ class ProgramBuilder:
         extras: Sequence[_Extras],
         moves: Moves,
         runs: Sequence[BlockRun],
-        experts: MovesBeside | None,
+        experts: ExpertMoves | None,
         *,
         chooses: bool,
     ) -> Program:

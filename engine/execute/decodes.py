@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty, host_flags
 from neo_desktop.engine.execute.attender import Attender
 from neo_desktop.engine.execute.host import HostAttention, OffloadBuffers
 from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
@@ -17,7 +16,6 @@ from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.kv.layer import DecodeRows, Partials
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.models.stages import Stages
-from neo_desktop.native.relay import empty_flags
 
 
 @dataclass
@@ -90,9 +88,9 @@ class DecodeOffload:
         config, dtype, device = self._model.config, self._model.dtype, self._model.device
         qkv, out = ((rows, heads, config.head_dim) for heads in (config.qkv_heads, config.num_heads))
         return OffloadBuffers(
-            host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device),
-            host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device),
-            host_memory(lambda pin: empty_flags(config.num_layers, pinned=pin), device),
+            host_empty(qkv, dtype, device).zero_(),
+            host_empty(out, dtype, device).zero_(),
+            host_flags(config.num_layers, device),
         )
 
 

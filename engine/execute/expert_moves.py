@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty
 from neo_desktop.engine.execute.lane import Lane, Launcher
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.predict.expert_places import ExpertPlaces, Move
@@ -51,15 +51,14 @@ class ExpertMoves:
         expert_bytes = [layer.expert_bytes for layer in slots.layers]
         self._plan = ExpertPlaces(slots.slots, slots.num_slots, expert_bytes, slots.budget)
         self._moves: list[Move] = []  # of the last iteration, until it has succeeded
+        self._logged: list[int] = []  # rows of the log that count in the current iteration
         self._rest = 0  # iterations without moves to come
         self._chosen: NDArray[np.int32] | None = None  # [layers, any], of the last iteration that counted
         self._shown: int | None = None  # version of the device's table; None: unknown
         shape = len(slots.layers), sum(rows), per_token
         self._log = torch.empty(shape, dtype=torch.int32, device=device)
-        self._read = host_memory(lambda pin: torch.empty(shape, dtype=torch.int32, pin_memory=pin), device)
-        self._places = host_memory(
-            lambda pin: torch.empty(slots.places.shape, dtype=torch.int32, pin_memory=pin), device
-        )
+        self._read = host_empty(shape, torch.int32, device)
+        self._places = host_empty(slots.places.shape, torch.int32, device)
         self._room = torch.empty(max(expert_bytes), dtype=torch.uint8, device=device)
 
     @property
@@ -81,8 +80,8 @@ class ExpertMoves:
         where = slice(first := sum(self._rows[:index]), first + rows)
         return {key: self._log[layer.index, where] for key, layer in self._turns.items()}
 
-    def beside(self, rows: Mapping[int, Sequence[int]], *, decides: bool) -> "MovesBeside":
-        """Return the moves of the next iteration; those of a failed one are given up.
+    def prepare(self, rows: Mapping[int, Sequence[int]], *, decides: bool) -> None:
+        """Choose the moves of the next iteration; those of a failed one are given up.
 
         Args:
             rows: index of a sub-batch -> its rows without padding.
@@ -100,35 +99,34 @@ class ExpertMoves:
         if self._shown is None:
             self._places.copy_(torch.from_numpy(self._slots.all_places()))
         logged = [sum(self._rows[:index]) + row for index, each in rows.items() for row in each]
-        return MovesBeside(self, self._moves, logged if decides else [])
+        self._logged = logged if decides else []
 
     def begin(self, launcher: Launcher) -> None:
-        """Submit the copy of the table to the device if places have changed, and clear the log."""
+        """Submit what precedes the layers: the log is cleared, changed places go to the device."""
         launcher.run(Lane.DEVICE, Stage("log", 0, NO_SUB_BATCH, 0), partial(self._log.fill_, -1))
         if self._shown is None:
             copy = partial(self._slots.places.copy_, self._places, non_blocking=True)
             launcher.run(Lane.DEVICE, Stage("places", 0, NO_SUB_BATCH, 0), copy)
 
-    def move(self, launcher: Launcher, moves: Sequence[Move]) -> None:
-        """Submit copies of experts."""
-        for each in moves:
+    def end(self, launcher: Launcher) -> None:
+        """Submit what runs beside and after the layers, and prepare the next moves meanwhile."""
+        for each in self._moves:
             fill = partial(self._slots.layers[each.layer].fill, each.slot, each.expert, self._room)
             launcher.run(Lane.EXPERTS, Stage("move", each.layer, NO_SUB_BATCH, 1), fill)
+        if self._logged:
+            copy = partial(self._read.copy_, self._log, non_blocking=True)
+            launcher.run(Lane.DEVICE, Stage("log", 0, NO_SUB_BATCH, len(self._log)), copy)
+        self._learn()
 
-    def read(self, launcher: Launcher) -> None:
-        """Submit the copy of the log to host memory."""
-        copy = partial(self._read.copy_, self._log, non_blocking=True)
-        launcher.run(Lane.DEVICE, Stage("log", 0, NO_SUB_BATCH, len(self._log)), copy)
-
-    def commit(self, moves: Sequence[Move], logged: Sequence[int]) -> None:
-        """Take in a successful iteration."""
+    def commit(self) -> None:
+        """Finish a successful iteration."""
         self._shown = self._slots.version
-        self._plan.finish(moves, arrived=True)
+        self._plan.finish(self._moves, arrived=True)
         self._moves = []
-        if logged:
-            self._chosen = self._read.numpy()[:, logged].reshape(len(self._slots.layers), -1)
+        if self._logged:
+            self._chosen = self._read.numpy()[:, self._logged].reshape(len(self._slots.layers), -1)
 
-    def learn(self) -> None:
+    def _learn(self) -> None:
         """Take in the experts that the last iteration chose."""
         if self._chosen is None:
             return
@@ -137,29 +135,3 @@ class ExpertMoves:
         np.put_along_axis(asked, self._chosen, True, axis=1)
         self._chosen = None
         self._plan.record(asked[:, :count])
-
-
-class MovesBeside:
-    """The moves of one iteration.
-
-    Args:
-        logged: Rows of the log that count.
-    """
-
-    def __init__(self, owner: ExpertMoves, moves: Sequence[Move], logged: Sequence[int]) -> None:
-        self._owner, self._moves, self._logged = owner, moves, logged
-
-    def begin(self, launcher: Launcher) -> None:
-        """Submit what precedes the layers."""
-        self._owner.begin(launcher)
-
-    def end(self, launcher: Launcher) -> None:
-        """Submit what runs beside and after the layers, and prepare the next moves meanwhile."""
-        self._owner.move(launcher, self._moves)
-        if self._logged:
-            self._owner.read(launcher)
-        self._owner.learn()
-
-    def commit(self) -> None:
-        """Finish a successful iteration."""
-        self._owner.commit(self._moves, self._logged)

@@ -32,7 +32,6 @@ class Graph(Protocol):
 
     def replay(self) -> object:
         """Submit the steps' work again."""
-        ...
 
 
 G = TypeVar("G", bound=Graph)

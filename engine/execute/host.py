@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +50,6 @@ class HostAttention:
 
     Args:
         buffers: For at least as many decodes.
-        pool: The tier's pool.
-        index: Index of the sub-batch.
     """
 
     task: HostTask  # of the last `fill`
@@ -151,7 +148,7 @@ class Relays:
 
     def __init__(self) -> None:
         self._relays: dict[str, Relay | WorkerRelay] = {}  # by lane, created on first use
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[tuple[Relay | WorkerRelay, Sequence[HostTask]]] = []
 
     def start(self, tasks: Sequence[HostTask], watch: Watchdog) -> None:
         """Begin an iteration, before the device begins.
@@ -175,9 +172,10 @@ class Relays:
                 relay.start(natives, watch.timeout_s)
             else:
                 relay.start(those, watch)
-            self._under_way.append(_UnderWay(relay, lane, those))
-        if by_lane:
-            watch.follow(partial(_num_raised, [each.flags for each in tasks if each.flags is not None]))
+            self._under_way.append((relay, those))
+        if by_lane:  # progress is a flag more that the GPU or the CPU has raised
+            flags = [each.flags for each in tasks if each.flags is not None]
+            watch.follow(lambda: sum(int(each.sum()) for each in flags))
 
     def finish(self, timeline: Timeline | None) -> None:
         """Wait for all work of the iteration, and add its times to `busy_ns` and the timeline.
@@ -188,21 +186,21 @@ class Relays:
             RuntimeError: A relay was cancelled, or a step failed.
         """
         recorder = timeline if timeline is not None and timeline.is_recording else None
-        for relay, lane, tasks in self._under_way:
+        for relay, tasks in self._under_way:
             for step in relay.finish():
                 task = tasks[step.task]
                 task.busy_ns += step.end_ns - step.start_ns
                 if recorder is not None:
-                    recorder.add(lane, task.stage(step.turn), step.start_ns, step.end_ns)
+                    recorder.add(task.lane, task.stage(step.turn), step.start_ns, step.end_ns)
         self._under_way = []
 
     def break_off(self) -> RelayStalledError | None:
         """Abort an iteration; return the error if a stalled step may still run and store KV."""
         stalled: RelayStalledError | None = None
         self.cancel()  # relays may wait for flags that nothing raises any more, and the device for relays
-        for begun in self._under_way:
+        for relay, _ in self._under_way:
             try:
-                begun.relay.finish()
+                relay.finish()
             except RelayStalledError as error:
                 stalled = stalled or error
             except Exception:
@@ -219,16 +217,3 @@ class Relays:
         """End the threads; return True if all have ended."""
         has_ended = [relay.close() for relay in self._relays.values()]
         return all(has_ended)
-
-
-class _UnderWay(NamedTuple):
-    """A relay's work in an iteration."""
-
-    relay: Relay | WorkerRelay
-    lane: str
-    tasks: Sequence[HostTask]
-
-
-def _num_raised(flags: Sequence[Tensor]) -> int:
-    """Return the number of flags raised by the GPU and the CPU."""
-    return sum(int(each.sum()) for each in flags)

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence
-from neo_desktop.engine.execute.prefill_kernels import by_kv_head
+from neo_desktop.engine.execute.prefill_kernels import sdpa
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.vision.prompt import Sight
@@ -16,15 +15,10 @@ from neo_desktop.models.vision.prompt import Sight
 
 @dataclass(frozen=True, slots=True)
 class ImageSpans:
-    """The images in a chunk whose rows see later rows.
+    """The images in a chunk whose rows see later rows."""
 
-    Args:
-        spans: first and last position, the last one excluded.
-        sight: layers in which they do.
-    """
-
-    spans: tuple[tuple[int, int], ...] = ()
-    sight: Sight = Sight.CAUSAL
+    spans: tuple[tuple[int, int], ...] = ()  # first and last position, the last one excluded
+    sight: Sight = Sight.CAUSAL  # layers in which they do
 
     @classmethod
     def of(cls, sequence: ScheduledSequence) -> Self:
@@ -51,9 +45,8 @@ class ImageSpans:
                 begin = max(first + 1 - window, 0)
                 positions = torch.arange(first, last, device=q.device).unsqueeze(1)
                 mask = torch.arange(begin, last, device=q.device) > positions - window
-            heads = by_kv_head(q[rows], context[0, begin:last], context[-1, begin:last])
-            attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=spec.scale)
-            out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            keys, values = context[0, begin:last], context[-1, begin:last]
+            out[rows] = sdpa(q[rows], keys, values, spec.scale, mask, is_causal=False)
 
 
 NO_IMAGES = ImageSpans()

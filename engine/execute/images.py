@@ -29,11 +29,7 @@ class ImageInputs:
 
     @classmethod
     def of(cls, placed: Iterable[tuple[ScheduledSequence, int]], stages: Stages) -> Self | None:
-        """Return the rows of images; None: there are none.
-
-        Args:
-            placed: sequences with their first rows.
-        """
+        """Return the rows of images, given sequences with their first rows; None: there are none."""
         rows, embeddings, rotations = [], [], []
         axes: tuple[int, ...] = ()
         for sequence, first_row in placed:

@@ -40,11 +40,9 @@ class Signal(Protocol):
 
     def wait(self) -> None:
         """Block this thread until the work has ended; raise the work's exception if it failed."""
-        ...
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """Make later work on the stream wait for this work; block this thread only if necessary."""
-        ...
 
 
 @dataclass(eq=False)
@@ -83,19 +81,15 @@ class Launcher(Protocol):
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Carry out `work` after the signals."""
-        ...
 
     def host(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
         """Do a step of a task on its lane, after the signals."""
-        ...
 
     def mark(self) -> Signal:
         """Return a signal for the end of the device lane's work so far."""
-        ...
 
     def wait(self, signals: Sequence[Signal]) -> None:
         """Make later work on the device's lane wait for the signals."""
-        ...
 
 
 class Step(NamedTuple):

@@ -16,6 +16,7 @@ abort a stage, so its lane and the memory that it works on stay lost.
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Self
 
 import torch
@@ -25,7 +26,6 @@ from neo_desktop.engine.execute.lane import HostLane, HostTask, Lane, Signal, Wo
 from neo_desktop.engine.execute.stream_lane import TIMEOUT_WITH_RELAYS, RelayLane, StreamLane, Tape
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.watchdog import DEFAULT_TIMEOUT, Watchdog
 
 # CPU lane -> lane whose stream raises the flags of its relay.
@@ -72,13 +72,58 @@ class CallerLane(WorkLane):
             signal.wait()
 
 
+class WorkerLane(HostLane):
+    """Two threads: one sends rows, the other receives the answers in the same order (Lamina, section 5.2).
+
+        sends    |rows 0|        |rows 1|            |rows 0, next layer|
+        worker          |attend to 0    |attend to 1     |attend to 0 ..
+        takes                        |o 0|            |o 1|
+
+    Each sub-batch has at most one layer's rows in flight, so at most two requests await an answer.
+
+    The timeline records the sends, and the waits for answers, from the send or the previous answer on.
+    """
+
+    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
+        self.name = name
+        self._sends = ThreadLane(f"{name} sends", timeline)
+        self._takes = ThreadLane(name, timeline)
+
+    def begin(self, watch: Watchdog) -> None:
+        self._sends.begin(watch)
+        self._takes.begin(watch)
+
+    def submit_step(self, task: HostTask, turn: int, after: Sequence[Signal] = ()) -> Signal:
+        """Submit a step; the signal is the arrival of the answer."""
+        if task.ask is not None:
+            stage = task.stage(turn)._replace(name="q, k, v to a worker")
+            after = (self._sends.submit(stage, partial(task.ask, turn), after),)
+        return self._takes.submit_step(task, turn, after)
+
+    def cancel(self) -> None:
+        """Drop unsent rows. Outstanding answers are still received, or later rows would get them."""
+        self._sends.cancel()
+
+    def join(self) -> None:
+        try:
+            self._sends.join()
+        finally:
+            self._takes.join()
+
+    def stop(self) -> None:
+        self._sends.stop()
+        self._takes.stop()
+
+    def close(self) -> None:
+        self._sends.close()
+        self._takes.close()
+
+
 class Lanes:
     """The launcher of an iteration's work.
 
     Args:
-        device: The device's lane.
         beside: The other lanes of the device.
-        host: The CPU's lanes.
         timeline: Timeline for workers' lanes, which are threads created on first use.
         with_flags: True if streams start the work of the CPU and of workers by flags.
     """
@@ -123,7 +168,6 @@ class Lanes:
 
         Args:
             streams: One stream per lane, without the CPU's lanes.
-            tape: Record of captures.
             with_flags: True if relays do the CPU's work, False if threads do.
         """
         timeout = TIMEOUT_WITH_RELAYS if with_flags else 1.0

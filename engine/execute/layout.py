@@ -16,7 +16,14 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from neo_desktop.engine.batch import MAX_ASYNC_DECODES, AsyncGroup, IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import (
+    MAX_ASYNC_DECODES,
+    AsyncGroup,
+    IterationPlan,
+    ScheduledSequence,
+    SubBatch,
+    rounded_size,
+)
 from neo_desktop.engine.kv_tier import KVTier
 
 MAX_DECODES = 256  # most decodes of a tier in a graph; more take long enough to be launched one by one.
@@ -35,7 +42,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Total number of rows."""
         return self.first_prompt + self.prompts
 
     @property
@@ -45,16 +51,13 @@ class Rows:
 
     @property
     def first_prompt(self) -> int:
-        """First row of the prompts."""
         return sum(self.decodes) + self.async_decodes
 
     @property
     def async_slice(self) -> slice:
-        """Rows of the async decodes."""
         return slice(self.starts[-1], self.first_prompt)
 
     def decodes_of(self, tier: int) -> slice:
-        """Return the rows of a tier's decodes."""
         start = self.starts[tier]
         return slice(start, start + self.decodes[tier])
 
@@ -133,7 +136,6 @@ class GraphKey:
 
         Args:
             members: The members of the plan's sub-batches, without empty ones.
-            streamed_blocks: See `streamed_blocks`.
         """
         tables = [
             len(sequence.block_table)
@@ -159,9 +161,10 @@ class GraphKey:
         pad = _with_prompts if has_prompts else _decodes
         return GraphKey(
             tuple(map(pad, self.sub_batches)) if pads else self.sub_batches,
-            max(_power_of_two(table), MIN_BLOCKS) if table else 0,
+            max(rounded_size(table, 0), MIN_BLOCKS) if table else 0,
             self.has_copies,
-            rounded_streamed(self.streamed_blocks),
+            # Padding blocks cost time on the bus. If the blocks are many, padding is an eighth at most.
+            rounded_size(self.streamed_blocks, 4, MIN_BLOCKS),
         )
 
     @property
@@ -180,17 +183,10 @@ class Capacity:
 
     @classmethod
     def of(cls, max_tokens: int, max_requests: int, max_context_tokens: int, block_size: int) -> Self:
-        """Return a capacity for every iteration within the limits.
-
-        Args:
-            max_tokens: Most tokens of an iteration.
-            max_requests: Most requests of an iteration.
-            max_context_tokens: Most tokens of a request.
-            block_size: Tokens per block.
-        """
-        decodes = round_decodes(min(max_requests, MAX_DECODES))
+        """Return a capacity for every iteration within the limits."""
+        decodes = rounded_size(min(max_requests, MAX_DECODES))
         tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_ASYNC_DECODES)
-        return cls(max(tokens, decodes), decodes, _power_of_two(-(-max_context_tokens // block_size)))
+        return cls(max(tokens, decodes), decodes, rounded_size(-(-max_context_tokens // block_size), 0))
 
 
 def streamed_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
@@ -203,42 +199,20 @@ def streamed_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
     return np.concatenate(tables) if tables else np.empty(0, np.int32)
 
 
-def round_decodes(count: int) -> int:
-    """Round up to 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on."""
-    if count == 0:
-        return 0
-    step = 1 << max((count - 1).bit_length() - 2, 0)
-    return -(-count // step) * step
-
-
 def round_tokens(count: int) -> int:
     """Round up to a token count of the graphs."""
-    step = max(TOKEN_STEP, 1 << max((count - 1).bit_length() - 5, 0))
-    return -(-count // step) * step
-
-
-def rounded_streamed(blocks: int) -> int:
-    """Round up to a streamed-block count of the graphs.
-
-    Padding blocks cost time on the bus. If the blocks are many, padding is an eighth at most.
-    """
-    step = max(MIN_BLOCKS, 1 << max((blocks - 1).bit_length() - 4, 0))
-    return -(-blocks // step) * step
+    return rounded_size(count, 5, TOKEN_STEP)
 
 
 def _decodes(rows: Rows) -> Rows:
-    return Rows(tuple(map(round_decodes, rows.decodes)), async_decodes=round_decodes(rows.async_decodes))
+    return Rows(tuple(map(rounded_size, rows.decodes)), async_decodes=rounded_size(rows.async_decodes))
 
 
 def _with_prompts(rows: Rows) -> Rows:
     *decodes, async_decodes = (
-        max(_power_of_two(count), MIN_DECODES) if count else 0
+        max(rounded_size(count, 0), MIN_DECODES) if count else 0
         for count in (*rows.decodes, rows.async_decodes)
     )
     others = sum(decodes) + async_decodes
     prompts = round_tokens(others + rows.prompts) - others if rows.prompts else 0
     return Rows(tuple(decodes), prompts, async_decodes)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length() if count else 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
-from neo_desktop.engine.execute.expert_moves import MovesBeside
+from neo_desktop.engine.execute.expert_moves import ExpertMoves
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.timeline import Stage
@@ -34,7 +34,7 @@ class Linears:
         used: Sequence[OffloadedPass],
         *,
         are_capturable: bool,
-        moves: MovesBeside | None = None,
+        moves: ExpertMoves | None = None,
     ) -> None:
         self.stages = stages
         self.are_capturable = are_capturable
@@ -110,7 +110,6 @@ class Linears:
             stage: Its layer is the stage's index in `models.stages`.
             store: Target of k and v if the rotation kernel stores them.
             products: The stage's offloaded matmuls; None: no matrix is offloaded.
-            after: The signals that the stage waits for.
         """
         if products is None or self.stream is None:
             advance = partial(self.stages.advance, stage.layer, state, store)

@@ -66,12 +66,9 @@ class ModelRunner(Executor):
     One thread calls `start` and the returned waits; any thread may call `close`.
 
     Args:
-        storage: The KV pools.
         capacity: Size of the permanent buffers; larger iterations allocate their own.
-        backend: Runs the programs.
         num_programs: Number of decode-attention programs that the GPU runs at once.
         uses_gpu: True if the backend has relays and graphs; the fallback level may still exclude them.
-        timeline: Records the work of every lane.
         timeout: Timeout for progress within an iteration; after it, the model runner is lost.
         moves_experts: True if experts in host memory may move to the device.
     """
@@ -253,7 +250,14 @@ class ModelRunner(Executor):
                 self._lost = StageStalledError(str(error))
                 raise self._lost from error
         elif is_out_of_memory(error) and self._backend.has_graphs:
-            self._pause_graphs(error)
+            logger.warning(
+                "the GPU has no memory for another graph: the next %d iterations run without graphs, which "
+                "is slower (%s)",
+                PAUSE_ITERATIONS,
+                error,
+            )
+            self._pause = PAUSE_ITERATIONS
+            self.forget_graphs()
         elif isinstance(error, torch.AcceleratorError) and not is_lost(error) and self._tries_graphs:
             fallbacks.limit("graphs", "eager", f"a CUDA graph failed: {str(error).partition(chr(10))[0]}")
             self.forget_graphs()
@@ -261,17 +265,6 @@ class ModelRunner(Executor):
             raise error
         if plan is not None and plan.copies:
             raise error
-
-    def _pause_graphs(self, error: RuntimeError) -> None:
-        """Free all graphs, and run the next iterations without graphs."""
-        logger.warning(
-            "the GPU has no memory for another graph: the next %d iterations run without graphs, which is "
-            "slower (%s)",
-            PAUSE_ITERATIONS,
-            error,
-        )
-        self._pause = PAUSE_ITERATIONS
-        self.forget_graphs()
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Run a part of an iteration; after a failure, no part of the iteration is in flight any more."""

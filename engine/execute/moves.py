@@ -19,12 +19,7 @@ NAME = "copy blocks"
 
 
 class Moves(Attender):
-    """The block copies between tiers in an iteration, in the plan's order.
-
-    Args:
-        groups: See `KVStorage.copy_groups`.
-        make: Makes transfers.
-    """
+    """The block copies between tiers in an iteration, in the plan's order."""
 
     def __init__(self, groups: Sequence[CopyGroup], make: TransferMemory) -> None:
         self._pieces: list[_Move] = []

@@ -11,20 +11,92 @@ and the device. A decode needs few, which suits the CPU, because it reads only t
     to-device                                           |output|
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.host_experts import HostExperts
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.cuda.copies import host_empty
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import WeightStream
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.moe import MoE
 from neo_desktop.models.ops import DividedExperts
+from neo_desktop.native.relay import experts_task
+
+
+class ExpertRoom:
+    """Host buffers between a sub-batch and the CPU's experts: inputs, routing and outputs.
+
+    Args:
+        flags: The sub-batch's flags, by name in a turn.
+    """
+
+    def __init__(self, rows: int, decoder: Decoder, flags: Mapping[str, Tensor]) -> None:
+        config, device = decoder.config, decoder.device
+        assert config.experts is not None
+        hidden, per_token = config.hidden_size, config.experts.per_token
+
+        def room(columns: int, dtype: torch.dtype) -> Tensor:
+            return host_empty((rows, columns), dtype, device).zero_()
+
+        self.rows = rows
+        self.flags = flags
+        self.x, self.out = room(hidden, decoder.dtype), room(hidden, decoder.dtype)
+        self.ids, self.weights = room(per_token, torch.int32), room(per_token, torch.float32)
+        cpu = torch.device("cpu")
+        self.scratch = ExpertScratch.empty(rows, config.experts, hidden, decoder.dtype, cpu)
+
+    @property
+    def on_host(self) -> Iterator[Tensor]:
+        """The tensors that graphs copy from and to."""
+        yield from (self.x, self.out, self.ids, self.weights, *self.flags.values())
+
+
+class HostExperts:
+    """The CPU's experts of one name, in every turn of a sub-batch; see `offloaded_matmuls.HostProduct`.
+
+    Args:
+        moe_layers: turn -> MoE layer
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        rows: int,
+        moe_layers: Mapping[int, MoE],
+        num_turns: int,
+        room: ExpertRoom,
+    ) -> None:
+        self._name, self._index, self._rows, self._room = name, index, rows, room
+        experts = [moe_layers[turn].on_host if turn in moe_layers else None for turn in range(num_turns)]
+        scratch = room.scratch.first(rows)
+        given = room.x[:rows], room.ids[:rows], room.weights[:rows]
+        tensors = *given, scratch.gate_up, scratch.gated, scratch.products, room.out[:rows]
+        task = experts_task(experts, tensors, room.flags[name], owners=moe_layers, index=index)
+        self.task = HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows)
+
+    def what(self, turn: int) -> Stage:
+        """Return the stage for the transfers of a turn."""
+        return Stage(self._name, turn, self._index, self._rows)
+
+    def take(self, x: Tensor, choice: Choice) -> None:
+        """Copy rows `[rows, hidden]` and their routing to host memory."""
+        room, rows = self._room, slice(self._rows)
+        room.x[rows].copy_(x, non_blocking=True)
+        room.ids[rows].copy_(choice.host_ids, non_blocking=True)
+        room.weights[rows].copy_(choice.weights, non_blocking=True)
+
+    @property
+    def out(self) -> Tensor:
+        """Output of the CPU's experts, [rows, hidden]."""
+        return self._room.out[: self._rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +134,6 @@ class ExpertPass:
         """Submit a turn's experts; return the signals to wait for besides the device's lane.
 
         Args:
-            stream: Streams the pieces to the device.
-            stage: The device's stage.
-            experts: The MoE layer's input, routing and output.
             made: The signal that the input is ready.
         """
         turn, x, room, out = stage.layer, experts.x, experts.room, experts.out

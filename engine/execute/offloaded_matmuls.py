@@ -13,21 +13,20 @@ Pieces are streamed in the order of their use, as far ahead as the buffers allow
 back only by occupied buffers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
-from neo_desktop.engine.execute.expert_moves import ExpertMoves, MovesBeside
-from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
+from neo_desktop.engine.cuda.copies import host_empty, host_flags, suits_graphs
+from neo_desktop.engine.execute.expert_moves import ExpertMoves
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.layout import BatchMembers
-from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass
+from neo_desktop.engine.execute.offloaded_experts import DividedMoE, ExpertPass, ExpertRoom, HostExperts
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
 from neo_desktop.engine.execute.workspace import Memory
@@ -35,7 +34,7 @@ from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import OffloadedLinear, Piece
 from neo_desktop.models.ops import DividedExperts, Product
 from neo_desktop.models.stages import Stages, Step
-from neo_desktop.native.relay import empty_flags, matmul_task
+from neo_desktop.native.relay import matmul_task
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
@@ -55,47 +54,37 @@ class Divided:
         return self.split.rows - self.first_row
 
 
-@dataclass(frozen=True, slots=True)
 class HostProduct:
-    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch."""
+    """The CPU's part in the offloaded matmuls of one name, in every turn of a sub-batch.
 
-    rows: int
-    divided: Mapping[int, Divided]  # turn -> divided matrix
-    room: "HostRoom"
-    task: HostTask
+    Args:
+        divided: turn -> divided matrix
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         name: str,
         index: int,
         rows: int,
         divided: Mapping[int, Divided],
         num_turns: int,
         room: "HostRoom",
-    ) -> Self:
-        """Make the CPU's part for rows of a sub-batch.
-
-        Args:
-            index: Index of the sub-batch.
-            divided: turn -> divided matrix
-        """
+    ) -> None:
+        self._rows, self._divided, self._room = rows, divided, room
         matrices = [divided[turn].matrix if turn in divided else None for turn in range(num_turns)]
-        columns = next(iter(divided.values())).split.columns
-        x = room.x[: rows * columns].view(rows, columns)
-        lag, flags = int(name != "qkv"), room.flags[name]
+        x, lag, flags = self.x(next(iter(divided))), int(name != "qkv"), room.flags[name]
         task = matmul_task(name, matrices, x, room.out, flags, lag=lag, owners=divided, index=index)
-        return cls(rows, divided, room, HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows))
+        self.task = HostTask.of(task, Lane.CPU, f"{name} on the CPU", index, rows)
 
     def x(self, turn: int) -> Tensor:
         """Return the host buffer of the turn's input, [rows, columns]."""
-        columns = self.divided[turn].split.columns
-        return self.room.x[: self.rows * columns].view(self.rows, columns)
+        columns = self._divided[turn].split.columns
+        return self._room.x[: self._rows * columns].view(self._rows, columns)
 
     def out(self, turn: int) -> Tensor:
         """Return the host buffer of the turn's output, [rows, the CPU's rows of the matrix]."""
-        width = self.divided[turn].host_rows
-        return self.room.out[: self.rows * width].view(self.rows, width)
+        width = self._divided[turn].host_rows
+        return self._room.out[: self._rows * width].view(self._rows, width)
 
 
 class HostRoom:
@@ -104,31 +93,23 @@ class HostRoom:
     The matmuls of a sub-batch run one after the other, so all share the same memory.
 
     Args:
-        rows: Number of rows of a sub-batch.
         flags: Matrix name -> flags of the sub-batch.
-        dtype: The model's type.
-        device: The model's device.
     """
 
     def __init__(
         self,
         rows: int,
-        splits: Iterable[OffloadedLinear],
+        splits: Collection[OffloadedLinear],
         flags: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        splits = list(splits)
         columns = max((split.columns for split in splits), default=0)
         width = max((split.host_rows for split in splits), default=0)
-
-        def room(numbers: int) -> Tensor:
-            return host_memory(lambda pin: torch.empty(numbers, dtype=dtype, pin_memory=pin), device)
-
         self.rows = rows
         self.flags = flags
-        self.x = room(rows * columns)
-        self.out = room(rows * width)
+        self.x = host_empty(rows * columns, dtype, device)
+        self.out = host_empty(rows * width, dtype, device)
 
     @property
     def on_host(self) -> Iterator[Tensor]:
@@ -162,7 +143,6 @@ class OffloadedMatmuls:
     """A model's offloaded matrices and their permanent buffers.
 
     Args:
-        stages: The stages of a model with offloaded matrices or experts.
         rows: For each sub-batch, the most rows with fixed buffers, which graphs can use.
         moves_experts: True if experts may move.
     """
@@ -179,13 +159,7 @@ class OffloadedMatmuls:
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_moe: dict[float, dict[tuple[int, str], DividedMoE]] = {}
         device, dtype = decoder.device, decoder.dtype
-        flags = [
-            {
-                name: host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-                for name in self.names
-            }
-            for _ in rows
-        ]
+        flags = [{name: host_flags(self.num_turns, device) for name in self.names} for _ in rows]
         self._rooms = _Rooms(
             [
                 partial(HostRoom, splits=self.splits.values(), flags=own, dtype=dtype, device=device)
@@ -244,7 +218,7 @@ class OffloadedMatmuls:
         for name in self.names:
             on_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if on_host:
-                hosts[name] = HostProduct.of(name, index, rows, on_host, self.num_turns, room)
+                hosts[name] = HostProduct(name, index, rows, on_host, self.num_turns, room)
         made = OffloadedPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
         if rows <= self._rooms.graph_rooms[index].rows:  # only few sizes exist, and their buffers stay
             self._passes[key] = made
@@ -268,8 +242,8 @@ class OffloadedMatmuls:
         share, experts = self._decoder.streamed_experts.of(rows), self._decoder.config.experts
         return 0.0 if experts is None or round(share * experts.count) == 0 else share
 
-    def moves_beside(self, parts: Sequence[Memory], members: Sequence[BatchMembers]) -> MovesBeside | None:
-        """Return the moves of experts in the next iteration, by its sub-batches; None: experts stay."""
+    def prepared_moves(self, parts: Sequence[Memory], members: Sequence[BatchMembers]) -> ExpertMoves | None:
+        """Choose moves of experts beside the next iteration, by its sub-batches; None: experts stay."""
         moves = self.moves
         if moves is None:
             return None
@@ -287,11 +261,11 @@ class OffloadedMatmuls:
             for part in parts
         )
         version = moves.version
-        beside = moves.beside(rows, decides=decides)
+        moves.prepare(rows, decides=decides)
         if moves.version != version:  # streamed experts have other addresses
             self._passes = {key: each for key, each in self._passes.items() if not key[-1]}
             self._divided_moe = {share: each for share, each in self._divided_moe.items() if not share}
-        return beside
+        return moves
 
     def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
         divided = {key: each for key, each in self.divided_moe(rows).items() if key[0] in turns}
@@ -299,7 +273,7 @@ class OffloadedMatmuls:
         hosts = {}
         for name in dict.fromkeys(name for (_, name), _ in by_cpu):
             of_name, room = {turn: moe for (turn, other), moe in by_cpu if other == name}, self._expert_rooms
-            hosts[name] = HostExperts.of(name, index, rows, of_name, self.num_turns, room.of(index, rows))
+            hosts[name] = HostExperts(name, index, rows, of_name, self.num_turns, room.of(index, rows))
         log = {} if self.moves is None else self.moves.log_of(index, rows)
         return ExpertPass(divided, hosts, self.room, log)
 
@@ -348,13 +322,7 @@ class OffloadedPass:
         steps: Iterable[Step],
         after: Sequence[Signal] = (),
     ) -> Sequence[Signal]:
-        """Submit the steps of a stage; return the signals of their end.
-
-        Args:
-            stage: The device's stage.
-            steps: The steps until the next attention.
-            after: The signals that the steps wait for.
-        """
+        """Submit the steps of a stage after the signals; return the signals of their end."""
         for step in steps:
             if step.work is None:
                 launcher.wait(after)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal, Step, device_step
+from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Step, device_step
 from neo_desktop.engine.execute.linears import Linears
 from neo_desktop.engine.execute.offloaded_matmuls import OffloadedMatmuls, OffloadedPass
 from neo_desktop.engine.execute.outputs import Outputs
@@ -23,7 +23,6 @@ class OutputHead:
     """The end of the last layer, either for all rows per sub-batch or for the needed rows of both together.
 
     Args:
-        workspace: Working memory.
         chooses: True if the last steps choose the most probable token of every row.
     """
 
@@ -70,7 +69,7 @@ class OutputHead:
         """Submit the sampler, if outputs are requested."""
         if self.outputs.count:
             stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self.outputs.count)
-            launcher.run(Lane.DEVICE, stage, self._sample)
+            launcher.run(Lane.DEVICE, stage, partial(self.outputs.start, self._last_states))
 
     def _offloaded_passes(self, products: OffloadedMatmuls | None) -> list[OffloadedPass]:
         turns = range(self._config.num_layers, self._config.num_layers + 1)
@@ -87,7 +86,8 @@ class OutputHead:
         for number, (each, out) in enumerate(zip(self._passes, outs, strict=True)):
             state = each.memory.state
             stage = Stage("linear", self._config.num_layers, each.memory.index, len(out))
-            yield from linears.steps(_at_once, stage, state, _nowhere, self._products_of(number))
+            products = self._products_of(number)
+            yield from linears.steps(lambda _: (), stage, state, lambda: None, products)
             yield device_step(stage, partial(self._stages.final_norm, state, out))
 
     def _products_of(self, number: int) -> OffloadedPass | None:
@@ -141,14 +141,3 @@ class OutputHead:
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
         self._stages.choose(logits, workspace.tokens[:rows])
-
-    def _sample(self) -> None:
-        self.outputs.start(self._last_states)
-
-
-def _at_once(_: Launcher) -> Sequence[Signal]:
-    return ()
-
-
-def _nowhere() -> None:
-    """Return no target of keys and values."""

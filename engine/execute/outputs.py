@@ -60,7 +60,6 @@ class Outputs:
 
     @property
     def count(self) -> int:
-        """Number of requested outputs."""
         return len(self._names) + len(self._pooled) + len(self._shown)
 
     def start(self, states: Tensor | None) -> None:

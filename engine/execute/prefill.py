@@ -53,7 +53,6 @@ class Prefill:
 
     @property
     def num_queries(self) -> int:
-        """Number of the chunk's tokens."""
         return int(self.rows.stop - self.rows.start)
 
     @property
@@ -89,7 +88,6 @@ class PrefillGroup:
 
     @property
     def has_earlier(self) -> bool:
-        """True if a chunk has earlier tokens."""
         return any(chunk.start for chunk in self.chunks)
 
     def pack(self, kv: Rows, earlier: Sequence[Rows | None]) -> Rows:

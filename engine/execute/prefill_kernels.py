@@ -48,8 +48,6 @@ def choose_kernel(
 
     Args:
         capability: The GPU's compute capability; None: a CPU.
-        dtype: Type of queries, keys and values.
-        head_dim: Elements per head.
         windowed: True if a sliding window hides part of the context.
         level: The highest fallback level to use.
     """
@@ -178,17 +176,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Te
         return by_products(q, k, v, spec)
     is_whole = len(q) == len(k) and (window is None or window >= len(k))
     if is_whole:
-        return _sdpa(q, k, v, None, scale)
+        return sdpa(q, k, v, scale, None, is_causal=True)
     parts = []
     for piece in _pieces(len(q), len(k), PIECE_SCORES // q.shape[1], window):
         mask = piece.mask(window, q.device)
-        parts.append(_sdpa(q[piece.queries], k[piece.keys], v[piece.keys], mask, scale))
+        parts.append(sdpa(q[piece.queries], k[piece.keys], v[piece.keys], scale, mask, is_causal=False))
     return torch.cat(parts)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend with a mask [queries, keys]; None: causally."""
-    heads, is_causal = by_kv_head(q, k, v), mask is None
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Attend to all keys, to those of a mask [queries, keys], or causally."""
+    heads = by_kv_head(q, k, v)
     out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -51,11 +51,7 @@ class Program:
     `fill` takes the inputs of an iteration.
 
     Args:
-        workspace: Working memory.
-        memory: The iteration's part of the working memory.
         shared: Copies of KV for both sub-batches.
-        linears: The linear stages.
-        ending: What follows the last layer.
     """
 
     outputs: Outputs  # of the last `fill`
@@ -95,7 +91,6 @@ class Program:
 
     @property
     def graph_key(self) -> GraphKey:
-        """The sizes of the iteration."""
         return self._memory.graph_key
 
     @property

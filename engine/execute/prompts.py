@@ -93,11 +93,7 @@ class DevicePrompts(Prompts):
 
 
 class HostPrompts(Prompts):
-    """Chunks with KV in host memory.
-
-    Args:
-        make: Makes transfers.
-    """
+    """Chunks with KV in host memory."""
 
     def __init__(
         self, stages: Stages, memory: Memory, pool: KVPool, chunks: Sequence[Prefill], make: TransferMemory
@@ -156,11 +152,7 @@ def _copy(rows: Rows, buffer: Rows) -> None:
 def chunks_of(
     sequences: Iterable[ScheduledSequence], first_row: int, pool: KVPool
 ) -> tuple[list[Prefill], Tensor]:
-    """Return adjacent chunks of a tier, and the slots of their own tokens, [tokens] int64 in host memory.
-
-    Args:
-        first_row: Their first row in the sub-batch.
-    """
+    """Return adjacent chunks of a tier, and the slots of their own tokens, [tokens] int64 in host memory."""
     chunks, new = [], []
     for sequence in sequences:
         rows = slice(first_row, first_row + len(sequence.token_ids))

@@ -4,11 +4,7 @@ from neo_desktop.engine.execute.lane import Signal
 
 
 class Ring:
-    """A ring of slots for prefetched data.
-
-    Args:
-        size: Number of slots.
-    """
+    """A ring of slots for prefetched data."""
 
     def __init__(self, size: int) -> None:
         self._free: list[tuple[Signal, ...]] = [()] * size  # per slot: signals to wait for

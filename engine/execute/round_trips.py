@@ -33,21 +33,13 @@ def nothing(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrips:
-    """Round trips from the device to the CPU and back, one per pair of flags.
+    """Round trips from the device to the CPU and back, one per pair of flags."""
 
-    Args:
-        flags: See `native.relay.empty_flags`.
-        make: The device's work before each trip.
-        send: Copies the device's result to host memory.
-        answer: The CPU's work in a trip, if no relay does it.
-        bring: Copies the answer to the device.
-    """
-
-    flags: Tensor
-    make: Work = nothing
-    send: Work = nothing
-    answer: Callable[[int], object] = nothing
-    bring: Work = nothing
+    flags: Tensor  # see `native.relay.empty_flags`
+    make: Work = nothing  # the device's work before each trip
+    send: Work = nothing  # copies the device's result to host memory
+    answer: Callable[[int], object] = nothing  # the CPU's work in a trip, if no relay does it
+    bring: Work = nothing  # copies the answer to the device
 
     def program(self, key: object) -> SmallProgram:
         """Return a program of the round trips under this key."""

@@ -56,10 +56,6 @@ class StreamLane(WorkLane):
     Submitted work cannot be cancelled, and ends by itself.
 
     Args:
-        name: Name of the lane.
-        timeline: Records busy times.
-        stream: The lane's own stream.
-        tape: Record of captures.
         timeout: Timeout in units of the watchdog's.
     """
 

@@ -13,24 +13,25 @@ iteration can be repeated.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty
 from neo_desktop.engine.execute.attender import Attender
-from neo_desktop.engine.execute.copy_times import CopyTimes
 from neo_desktop.engine.execute.decodes import DeviceDecodes
-from neo_desktop.engine.execute.lane import Lane, Launcher, Signal
+from neo_desktop.engine.execute.lane import Lane, Launcher, Signal, Work
 from neo_desktop.engine.execute.layout import BatchMembers
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.ring import Ring
-from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, timed_event
 from neo_desktop.engine.execute.workspace import Memory
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
@@ -46,15 +47,66 @@ def streamed_pool(storage: KVStorage) -> StreamedPool | None:
     return next((pool for pool in pools if isinstance(pool, StreamedPool)), None)
 
 
+class Mark(Protocol):
+    """A timestamp on a GPU's stream; without a GPU, on the recording thread."""
+
+    def record(self) -> None:
+        """Record the current time."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Return the milliseconds until `end`; negative if `end` is earlier."""
+
+
+class _Moment:
+    def __init__(self) -> None:
+        self._ns = 0
+
+    def record(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def elapsed_time(self, end: "_Moment") -> float:
+        return (end._ns - self._ns) / 1e6
+
+
+class CopyTimes:
+    """Marks around the copies of layers, kept for all iterations because graphs record them."""
+
+    def __init__(self, layers: Iterable[int], device: torch.device) -> None:
+        def mark() -> Mark:
+            return timed_event(in_graph=True) if device.type == "cuda" else _Moment()
+
+        # layer -> start of its copy, end of its copy, and start of the device's wait for the copy.
+        self._marks = {layer: (mark(), mark(), mark()) for layer in layers}
+
+    def around(self, layer: int, copy: Work) -> None:
+        """Carry out and time a copy."""
+        begins, ends, _ = self._marks[layer]
+        begins.record()
+        copy()
+        ends.record()
+
+    def wanted(self, launcher: Launcher, layer: int) -> None:
+        """Mark the point where the device starts to wait for a layer's copy."""
+        launcher.run(
+            Lane.DEVICE, Stage("wait for a copy", layer, NO_SUB_BATCH, 0), self._marks[layer][2].record
+        )
+
+    def read(self) -> tuple[float, float]:
+        """Return the ms of the last finished iteration's copies, and of the waits for them."""
+        copies_ms = waits_ms = 0.0
+        for begins, ends, wanted in self._marks.values():
+            copies_ms += begins.elapsed_time(ends)
+            waits_ms += max(wanted.elapsed_time(ends), 0.0)
+        return copies_ms, waits_ms
+
+
 class PrefetchStream(Attender):
     """The prefetch of an iteration's streamed layers through the prefetch buffer.
 
     Args:
-        layers: The streamed layers.
         moves: Moves of blocks, which precede the copies.
         bring: Starts the copy of a layer's blocks.
         num_tokens: Number of tokens whose KV is copied.
-        times: Times of the copies.
     """
 
     def __init__(
@@ -123,10 +175,7 @@ class PrefetchBuffers:
     """Permanent buffers for the new rows of streamed decodes, so that graphs can use them.
 
     Args:
-        pool: The pool of streamed KV.
         rows: Most rows of a sub-batch.
-        dtype: Type of k and v.
-        device: The model's device.
     """
 
     def __init__(self, pool: StreamedPool, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -160,7 +209,7 @@ class PrefetchBuffers:
 
     def _memory(self, rows: int) -> tuple[Tensor, Tensor]:
         shape = (len(self.pool.streamed_layers), math.prod(self.pool.rows_shape(rows)))
-        on_host = host_memory(lambda pin: torch.empty(shape, dtype=self._dtype, pin_memory=pin), self._device)
+        on_host = host_empty(shape, self._dtype, self._device)
         return torch.empty(shape, dtype=self._dtype, device=self._device), on_host
 
 
@@ -205,7 +254,6 @@ class StreamedPrompts(DevicePrompts):
 
     Args:
         slots: Slots of the chunks' own tokens, [tokens] int64 in host memory.
-        stream: Prefetch of the earlier KV.
     """
 
     def __init__(

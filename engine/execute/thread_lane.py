@@ -37,12 +37,7 @@ class _Task:
 
 
 class ThreadLane(WorkLane, HostLane):
-    """A lane on a thread, which exists from the first task until `close` and sleeps without tasks.
-
-    Args:
-        name: Name of the lane and its thread.
-        timeline: Records busy times.
-    """
+    """A lane on a thread, which exists from the first task until `close` and sleeps without tasks."""
 
     def __init__(self, name: str, timeline: Timeline | None = None) -> None:
         self.name = str(name)

@@ -4,9 +4,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,11 +103,6 @@ class Timeline:
         return taken
 
     @property
-    def num_dropped_spans(self) -> int:
-        """Number of spans dropped in favour of newer ones."""
-        return self._num_recorded - len(self._spans)
-
-    @property
     def is_recording_next(self) -> bool:
         """True if the current iteration is recorded, or the next one will be."""
         return self.is_recording or self._is_next_wanted
@@ -195,7 +189,7 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {
                 "iterations": self._iteration,
-                "dropped_spans": self.num_dropped_spans,
+                "dropped_spans": self._num_recorded - len(spans),
                 "note": "dropped_spans counts the oldest spans, dropped in favour of newer ones",
             },
             "traceEvents": events,
@@ -211,9 +205,13 @@ class Timeline:
             self.write_chrome_trace(self._path)
 
 
-def busy_ns(spans: Iterable[Span], lane: str) -> int:
-    """Return the busy nanoseconds of a lane; overlapping spans count once."""
-    return sum(end - start for start, end in _busy_intervals(spans, lane))
+def busy_ns(spans: Iterable[Span], *lanes: str) -> int:
+    """Return the nanoseconds in which any of these lanes was busy."""
+    total_ns = until_ns = 0
+    for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane in lanes):
+        total_ns += max(end_ns - max(start_ns, until_ns), 0)
+        until_ns = max(end_ns, until_ns)
+    return total_ns
 
 
 def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
@@ -229,37 +227,4 @@ def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
 def overlap_ns(spans: Iterable[Span], first: str, second: str) -> int:
     """Return the nanoseconds in which both lanes were busy."""
     spans = list(spans)
-    ends = sorted({end for lane in (first, second) for one in _busy_intervals(spans, lane) for end in one})
-    firsts, seconds = (_Cover(_busy_intervals(spans, lane)) for lane in (first, second))
-    return sum(end - start for start, end in pairwise(ends) if start in firsts and start in seconds)
-
-
-class _Cover:
-    """Membership test for intervals, valid for ascending times."""
-
-    def __init__(self, intervals: Iterator[tuple[int, int]]) -> None:
-        self._intervals = intervals
-        self._start, self._end = next(intervals, (0, 0))
-
-    def __contains__(self, time_ns: int) -> bool:
-        while self._end <= time_ns:
-            following = next(self._intervals, None)
-            if following is None:
-                return False
-            self._start, self._end = following
-        return self._start <= time_ns
-
-
-def _busy_intervals(spans: Iterable[Span], lane: str) -> Iterator[tuple[int, int]]:
-    """Yield the union of a lane's spans as separate intervals in ascending order."""
-    begin = end = None
-    for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane == lane):
-        if begin is None or end is None:
-            begin, end = start_ns, end_ns
-        elif start_ns <= end:
-            end = max(end, end_ns)
-        else:
-            yield begin, end
-            begin, end = start_ns, end_ns
-    if begin is not None and end is not None:
-        yield begin, end
+    return busy_ns(spans, first) + busy_ns(spans, second) - busy_ns(spans, first, second)

@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import HostBuffer, host_memory
+from neo_desktop.engine.cuda.copies import HostBuffer, host_flags
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import KVShape, Rows, rows_shape
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.native.relay import empty_flags
 
 NUM_BUFFERS = 2
 
@@ -27,7 +26,6 @@ class Transfer:
     Args:
         task: The CPU's part: copies between a layer's buffer and the pool.
         buffers: Host buffers, used in turn.
-        lane: The device's lane for its part.
     """
 
     def __init__(self, task: HostTask, buffers: Sequence[Rows], lane: Lane) -> None:
@@ -43,7 +41,6 @@ class Transfer:
 
         Args:
             read: Starts the copy of the rows to a host buffer.
-            after: Signals to wait for.
         """
         slot = layer % len(self._buffers)
         copy = partial(read, self._buffers[slot])
@@ -70,13 +67,7 @@ class Transfer:
 
 
 class TransferMemory:
-    """Host buffers for the transfers of an iteration, one each; they grow and never shrink.
-
-    Args:
-        config: The model's.
-        dtype: The model's type.
-        device: The model's device.
-    """
+    """Host buffers for the transfers of an iteration, one each; they grow and never shrink."""
 
     def __init__(self, config: KVShape, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
@@ -101,15 +92,12 @@ class TransferMemory:
         """Make a transfer.
 
         Args:
-            name: Name of its stages.
-            pool: A pool in host memory.
             slots: Slots of the pool, [n] int64.
             to_host: True: write rows to the pool. False: read rows.
             is_behind: True: run after the computation of the layer. False: run one layer ahead.
-            index: Index of the sub-batch, or NO_SUB_BATCH.
         """
         if self._num_taken == len(self._memory):
-            flags = host_memory(lambda pin: empty_flags(self._config.num_layers, pinned=pin), self._device)
+            flags = host_flags(self._config.num_layers, self._device)
             self._memory.append((HostBuffer(self._device), flags))
         memory, flags = self._memory[self._num_taken]
         self._num_taken += 1

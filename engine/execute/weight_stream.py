@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_empty, host_flags
 from neo_desktop.engine.execute.lane import HostTask, Lane, Launcher, Signal
 from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import Stage
@@ -24,7 +24,7 @@ from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.predict.offloaded_matmul import Sizes
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.offloaded import PIECE_BYTES, Piece
-from neo_desktop.native.relay import copy_task, empty_flags
+from neo_desktop.native.relay import copy_task
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,13 @@ class Staging:
     Args:
         sources: All pageable sources of copies.
         passes: Most copies per source and iteration.
-        device: The model's device.
     """
 
     def __init__(self, sources: Sequence[Tensor], passes: int, device: torch.device) -> None:
         largest = max(map(len, sources))
         self._memory = {_memory_of(source) for source in sources}
-        self.buffers = [
-            host_memory(lambda pin: torch.empty(largest, dtype=torch.uint8, pin_memory=pin), device)
-            for _ in range(NUM_STAGING)
-        ]
-        self.flags = host_memory(lambda pin: empty_flags(passes * len(sources), pinned=pin), device)
+        self.buffers = [host_empty(largest, torch.uint8, device) for _ in range(NUM_STAGING)]
+        self.flags = host_flags(passes * len(sources), device)
 
     @classmethod
     def of(cls, sources: Iterable[Tensor], passes: int, device: torch.device) -> "Staging | None":

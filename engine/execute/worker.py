@@ -22,9 +22,6 @@ class Worker:
 
     A call that never ends blocks only its own thread. Python cannot end the thread, but `join` and the end of
     the program wait for it with a timeout. The thread also ends when the worker is garbage-collected.
-
-    Args:
-        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:

@@ -6,7 +6,7 @@
 
 The GPU can access memory but no sockets. So one thread polls the flags that the GPU raises, and sends the
 rows to the worker. Another thread receives the answers, and raises the flags that the GPU waits for (see
-`worker_lane`). So a whole iteration can be one graph.
+`WorkerLane`). So a whole iteration can be one graph.
 """
 
 import time
@@ -46,9 +46,6 @@ class WorkerRelay:
     """Two threads that carry out a worker's steps after their flags have been raised.
 
     On every path, even after errors, all flags that the GPU may wait for are raised in the end.
-
-    Args:
-        name: Name of the worker.
     """
 
     def __init__(self, name: str) -> None:
@@ -61,7 +58,6 @@ class WorkerRelay:
 
         Args:
             tasks: The worker's tasks, in the device's order within a layer.
-            watch: Watchdog for waits for the GPU.
         """
         with_flags = [(task, task.flags.zero_()) for task in tasks if task.flags is not None]
         self._iteration = begun = _Iteration(with_flags, watch)

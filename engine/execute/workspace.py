@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_ASYNC_DECODES
-from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
+from neo_desktop.engine.cuda.copies import host_empty, suits_graphs
 from neo_desktop.engine.execute.layout import Capacity, GraphKey, Rows
 from neo_desktop.engine.kernels.occupancy import num_splits
 from neo_desktop.engine.kv.layer import Partials
@@ -75,8 +75,6 @@ class Workspace:
     On a GPU the next iteration may be prepared while one runs, so there are two sets of input buffers.
 
     Args:
-        tiers: KV tiers of decodes.
-        capacity: Sizes of the largest iteration.
         num_programs: Number of decode-attention programs that the GPU runs at once.
         has_graphs: True if graphs run, which choose tokens themselves.
         is_staged: True if the device's inputs are copies, so that the next ones can be prepared.
@@ -112,8 +110,7 @@ class Workspace:
         num_ints += 4 * num_spans * self._has_states
         self.is_staged = is_staged
         self._staged = [
-            host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
-            for _ in range(2 if self.is_staged else 1)
+            host_empty(num_ints, torch.int32, device).zero_() for _ in range(2 if self.is_staged else 1)
         ]
         self._turn = 0  # index of the next input buffer
         # The last iteration's tokens, for an iteration that starts before they are read; then all inputs.
@@ -164,7 +161,6 @@ class Workspace:
         """Return memory for the partial results of `paged_decode`.
 
         Args:
-            rows: Number of decodes.
             max_tokens: Most tokens that a decode attends to.
         """
         config = self._config

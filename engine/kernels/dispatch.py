@@ -16,7 +16,7 @@ from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.in_torch import num_pieces
-from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
+from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, USUAL_PROGRAMS
 from neo_desktop.models import operators
 from neo_desktop.models.linear import grouped, unpack
 
@@ -81,7 +81,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
         except Exception as error:
             _give_up("paged_decode", error)
     major, minor = torch.cuda.get_device_capability(q.device)
-    return count or usual_programs(10 * major + minor)
+    return count or USUAL_PROGRAMS.get(10 * major + minor, PROGRAMS_ELSEWHERE)
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:

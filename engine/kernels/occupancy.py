@@ -8,7 +8,6 @@ four equal parts of the register file. Programs get shared memory in units; from
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 REGISTER_UNIT = 256  # per warp
 REGISTER_FILES = 4
@@ -30,24 +29,22 @@ class Multiprocessor:
     registers: int = 65_536
 
 
-MULTIPROCESSORS: Mapping[int, Multiprocessor] = MappingProxyType(
-    {
-        75: Multiprocessor(1024, 16, 64 * KIB, 256, 0),
-        80: Multiprocessor(2048, 32, 164 * KIB, 128, KIB),
-        86: Multiprocessor(1536, 16, 100 * KIB, 128, KIB),
-        87: Multiprocessor(1536, 16, 164 * KIB, 128, KIB),
-        89: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
-        90: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
-        100: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
-        103: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
-        120: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
-        121: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
-    }
-)
+MULTIPROCESSORS: Mapping[int, Multiprocessor] = {
+    75: Multiprocessor(1024, 16, 64 * KIB, 256, 0),
+    80: Multiprocessor(2048, 32, 164 * KIB, 128, KIB),
+    86: Multiprocessor(1536, 16, 100 * KIB, 128, KIB),
+    87: Multiprocessor(1536, 16, 164 * KIB, 128, KIB),
+    89: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
+    90: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
+    100: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
+    103: Multiprocessor(2048, 32, 228 * KIB, 128, KIB),
+    120: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
+    121: Multiprocessor(1536, 24, 100 * KIB, 128, KIB),
+}
 
 # Programs of decode attention (4 query heads per KV head, head_dim 128, 16 bits) as compiled by Triton 3.7.
 # These serve as defaults if the running kernel is unknown.
-USUAL_PROGRAMS: Mapping[int, int] = MappingProxyType({75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2})
+USUAL_PROGRAMS: Mapping[int, int] = {75: 4, 80: 4, 86: 2, 89: 2, 90: 6, 120: 2}
 PROGRAMS_ELSEWHERE = 4
 
 
@@ -68,11 +65,6 @@ def programs_per_sm(capability: int, registers: int, shared: int, num_warps: int
     taken = _round_up(shared + sm.shared_reserved, sm.shared_unit)
     by_shared = sm.shared // taken if taken else sm.programs
     return min(warps // num_warps, sm.threads // (num_warps * THREADS_PER_WARP), by_shared, sm.programs)
-
-
-def usual_programs(capability: int) -> int:
-    """Return a typical number of programs, for use if the kernel is unknown."""
-    return USUAL_PROGRAMS.get(capability, PROGRAMS_ELSEWHERE)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -24,17 +24,27 @@ PIECE, PIECE_BYTES = 16, 32 << 20  # the most to copy at a time
 MOST_HELD = 256  # blocks that wait to be written and cannot be evicted
 
 
-class BlockBytes:
-    """Copies blocks of a pool to bytes and back, exactly.
+class Blocks:
+    """The blocks of a tier, copied to bytes and back exactly.
 
     A block's bytes are its layers in order: K, then V, and with KV in 8 bits also their scales. Tokens come
     first: `[block_size, kv_heads, ...]`. So they are the same from all memories with one dtype of KV.
     """
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+    def __init__(self, kv_cache: KVCache, tier: KVTier, pool: KVPool) -> None:
+        self._kv, self._tier, self._pool = kv_cache, tier, pool
         row_bytes = sum(part.nbytes for part in self._access(torch.arange(1)).parts)
         self.num_bytes = row_bytes * pool.block_size * pool.num_layers  # of a block
+        self.piece = max(min(PIECE, PIECE_BYTES // self.num_bytes), 1)  # items to copy at a time
+        self.let_go = kv_cache.let_go
+
+    def num_more(self, num_held: int) -> int:
+        """Return how many items may be held in addition; at least half of the free blocks stay free."""
+        return min(MOST_HELD - num_held, (self._kv.num_free_blocks(self._tier) - num_held + 1) // 2)
+
+    def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
+        """Keep items until `let_go`; return `hash -> index` without missing ones."""
+        return self._kv.hold(name, hashes, self._tier)
 
     def take(self, blocks: Sequence[int], out: Bytes) -> None:
         access = self._access(slots_of(torch.tensor(blocks), self._pool.block_size))
@@ -97,24 +107,6 @@ class _Stored:
 
     def write(self, layer: int) -> None:
         self._layer(layer).store_exactly(self._slots, self.parts)
-
-
-class Blocks(BlockBytes):
-    """The blocks of a tier."""
-
-    def __init__(self, kv_cache: KVCache, tier: KVTier, pool: KVPool) -> None:
-        super().__init__(pool)
-        self.let_go = kv_cache.let_go
-        self.piece = max(min(PIECE, PIECE_BYTES // self.num_bytes), 1)  # items to copy at a time
-        self._kv, self._tier = kv_cache, tier
-
-    def num_more(self, num_held: int) -> int:
-        """Return how many items may be held in addition; at least half of the free blocks stay free."""
-        return min(MOST_HELD - num_held, (self._kv.num_free_blocks(self._tier) - num_held + 1) // 2)
-
-    def hold(self, name: str, hashes: Sequence[BlockHash]) -> dict[BlockHash, int]:
-        """Keep items until `let_go`; return `hash -> index` without missing ones."""
-        return self._kv.hold(name, hashes, self._tier)
 
 
 class Checkpoints:

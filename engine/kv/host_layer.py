@@ -159,6 +159,8 @@ def give_back_pages(memory: Tensor, begin: int) -> int:
     """
     if _DONT_NEED is None:
         raise OSError("this system takes no memory back from a running program (no MADV_DONTNEED)")
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     num_bytes = 0
     for part in memory:
         start = part.data_ptr() + begin * part.stride(0) * part.element_size()
@@ -166,14 +168,7 @@ def give_back_pages(memory: Tensor, begin: int) -> int:
         start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if start >= end:
             continue
-        if _madvise(start, end - start, _DONT_NEED) != 0:
+        if madvise(start, end - start, _DONT_NEED) != 0:
             raise OSError(ctypes.get_errno(), "the system refuses to take pages back")
         num_bytes += end - start
     return num_bytes
-
-
-def _madvise(address: int, num_bytes: int, advice: int) -> int:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return int(function(address, num_bytes, advice))

@@ -33,7 +33,6 @@ class KVPool:
     """K and V of every block of one tier.
 
     Args:
-        num_blocks: Number of blocks per layer.
         dtype: Type of K and V; int8 is for host memory only.
         kind: Memory layout; None: the device's default.
         sinks: Per layer, [heads]; see `KVLayer.decode`.

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
+from neo_desktop.engine.batch import rounded_size
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import BatchShape, Decodes, IterationShape, iteration_ms
 from neo_desktop.engine.request import R, RequestState
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
-from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes, rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS, RelativeTimes
 
 MAX_WIDTH = 8  # tokens of a draft
 WORTHWHILE = 1.05  # least predicted gain: predictions have larger errors

@@ -36,8 +36,7 @@ from neo_desktop.engine.schedule.draft_rows import (
 )
 from neo_desktop.engine.schedule.iteration_builder import Decision
 from neo_desktop.engine.schedule.request_queues import RequestQueues
-from neo_desktop.engine.speculate.acceptance import Acceptance
-from neo_desktop.engine.speculate.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
+from neo_desktop.engine.speculate.drafter import NO_DRAFT, Acceptance, Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.kept_states import KeptStates
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 from neo_desktop.engine.speculate.relative_times import READING_ROWS

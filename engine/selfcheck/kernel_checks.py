@@ -30,7 +30,7 @@ from neo_desktop.engine.kernels.dispatch import (
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.selfcheck.check import Check
-from neo_desktop.engine.selfcheck.kv_checks import capped, check_decode, check_rows, weights_of
+from neo_desktop.engine.selfcheck.kv_checks import check_decode, check_rows, dense
 from neo_desktop.engine.selfcheck.rig import Comparison, Rig, on_levels, require
 from neo_desktop.models import operators
 from neo_desktop.models.attention import AttentionSpec
@@ -266,20 +266,7 @@ def check_prompts(rig: Rig) -> Figures:
         actual = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
-            expected = _dense(rig, given_q[chunk.rows], k, v, window)
+            expected = dense(rig, given_q[chunk.rows], k, v, window)
             compared.note(actual[chunk.rows], expected)
     compared.work = partial(group.attend, q, contexts, out, spec)
     return compared.figures(2 * q.nbytes + contexts.nbytes)
-
-
-def _dense(rig: Rig, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Return attention in float64; the last query sees the last key."""
-    group = q.shape[1] // keys.shape[1]
-    k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * rig.config.attention_scale
-    scores = capped(scores, rig.config.attention_softcap)
-    positions = torch.arange(len(k), device=q.device)
-    distance = positions[-len(q) :, None] - positions
-    hidden = (distance < 0) | (distance >= (window or len(k)))
-    weights = weights_of(scores.masked_fill(hidden, -torch.inf), rig.sinks)
-    return torch.einsum("hqk,khd->qhd", weights, v)

@@ -25,8 +25,6 @@ class LayerCase:
     """Random KV of a batch in one layer, in scattered blocks.
 
     Args:
-        rig: provides shape and device.
-        dtype: of the KV.
         lengths: tokens per request, including the newest.
         kind: layer class, which determines the memory.
     """
@@ -35,11 +33,10 @@ class LayerCase:
         config = rig.one_layer()
         self.device = torch.device("cpu") if kind is HostLayer else rig.device
         self.compute_dtype = rig.dtype
-        self.scale = config.attention_scale
+        self._rig = rig
         generator = torch.Generator().manual_seed(len(lengths))
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        self.sinks, self.softcap = rig.sinks, config.attention_softcap
-        sinks = None if self.sinks is None else [self.sinks]
+        sinks = None if rig.sinks is None else [rig.sinks]
         pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind, sinks)
         self.layer: KVLayer = pool.layer(0)
         order = torch.randperm(sum(blocks) + 3, generator=generator)[: sum(blocks)].int()
@@ -85,32 +82,28 @@ class LayerCase:
 
     def expected(self, rows: Tensor, window: int | None) -> Tensor:
         """Return the attention in float64, from rows as read by `stored`."""
-        keys, values = rows.double()
-        group = self.q.shape[1] // keys.shape[1]
-        out = torch.empty(self.q.shape, dtype=torch.float64)
-        for request, end in enumerate(self.ends.tolist()):
-            length = min(self.lengths[request], window or self.lengths[request])
-            k, v = (part[end - length : end].repeat_interleave(group, 1) for part in (keys, values))
-            scores = torch.einsum("hd,thd->ht", self.q[request].double(), k) * self.scale
-            weights = weights_of(capped(scores, self.softcap), self.sinks)
-            out[request] = torch.einsum("ht,thd->hd", weights, v)
-        return out
+        parts = (torch.split(part, list(self.lengths)) for part in rows)
+        by_request = zip(torch.split(self.q, 1), *parts, strict=True)
+        return torch.cat([dense(self._rig, q, keys, values, window) for q, keys, values in by_request])
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device) for tensor in tensors]
 
 
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Return the scores after the model's softcap, if it has one."""
-    return scores if softcap is None else softcap * (scores / softcap).tanh()
-
-
-def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax of scores [heads, ..., tokens], which includes sinks [heads]."""
-    if sinks is None:
-        return scores.softmax(-1)
-    sink = sinks.to(scores).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+def dense(rig: Rig, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Return attention in float64; the last query sees the last key."""
+    group, softcap = q.shape[1] // keys.shape[1], rig.config.attention_softcap
+    k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * rig.config.attention_scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    positions = torch.arange(len(k))
+    distance = positions[-len(q) :, None] - positions
+    scores.masked_fill_((distance < 0) | (distance >= (window or len(k))), -torch.inf)
+    if rig.sinks is not None:
+        sinks = rig.sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat((scores, sinks), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:

@@ -9,13 +9,12 @@ to-device                                     |copy|
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.cuda.streams import open_streams, own_stream
 from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build import check_flags
@@ -46,27 +45,23 @@ Pause = Callable[[random.Random], None]  # on the device
 def offload_checks(rig: Rig) -> Iterator[Check]:
     """Yield the checks of flags, graphs, streams and memory, for a GPU."""
 
-    def check(
-        name: str, title: str, mechanism: str | None, level: str | None, run: Callable[[], Figures]
-    ) -> Check:
-        return Check(name, title, mechanism, level, DEADLINE_S, run)
-
     def trips(*, in_graphs: bool) -> Figures:
         return check_trips(rig, _backend(rig), _pause, in_graphs=in_graphs)
 
-    def graphs(name: str, title: str, level: str, run: Callable[[], Figures]) -> Check:
-        return check(f"graphs-{name}", title, "graphs", level, run)
+    def check(title: str, mechanism: str, level: str, run: Callable[[], Figures]) -> Check:
+        return Check(f"{mechanism}-{level}", title, mechanism, level, DEADLINE_S, run)
 
     title = "Graphs with CPU attention, with random delays"
-    yield graphs("host-flags", title, "host-flags", partial(trips, in_graphs=True))
+    yield check(title, "graphs", "host-flags", partial(trips, in_graphs=True))
     title = "Graphs, captured and replayed with other data"
-    yield graphs("device-only", title, "device-only", lambda: check_replay(rig, _backend(rig)))
+    yield check(title, "graphs", "device-only", lambda: check_replay(rig, _backend(rig)))
     title = "Streams that wait for each other and for the CPU, with random delays"
-    yield graphs("eager", title, "eager", partial(trips, in_graphs=False))
+    yield check(title, "graphs", "eager", partial(trips, in_graphs=False))
     for level in ("pinned", "pageable"):
-        title, run = f"Copies between GPU and host memory, {level}", partial(check_copies, rig, level)
-        yield check(f"host_memory-{level}", title, "host_memory", level, run)
-    yield check("swap", "KV moved to host memory and back", None, None, partial(check_swap, rig))
+        title = f"Copies between GPU and host memory, {level}"
+        yield check(title, "host_memory", level, partial(check_copies, rig, level))
+    title = "KV moved to host memory and back"
+    yield Check("swap", title, None, None, DEADLINE_S, partial(check_swap, rig))
 
 
 def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
@@ -121,19 +116,16 @@ def check_replay(rig: Rig, backend: Backend) -> Figures:
 def check_copies(rig: Rig, level: str) -> Figures:
     """Check copies of several sizes, in both directions, during other copies."""
     pinned = level == "pinned" and rig.device.type == "cuda"
-    is_gpu = rig.device.type == "cuda"
     with on_levels({"host_memory": level}):
         for size in (1, 4097, 1 << 20, 1 << 24):
             source = torch.arange(size, dtype=torch.int32)
             there = torch.empty(size, dtype=torch.int32, device=rig.device)
             host, back = (torch.empty(size, dtype=torch.int32, pin_memory=pinned) for _ in range(2))
             host.copy_(source)
-            stream = torch.cuda.stream(_stream(rig)) if is_gpu else nullcontext()
-            with stream:
+            with own_stream(open_streams(rig.device, rig.subject.gpu_slice))():
                 there.copy_(host, non_blocking=True)
                 there.add_(1)
                 back.copy_(there, non_blocking=True)
-                rig.synchronize()
             if not torch.equal(back, source + 1):
                 raise CheckError("data was lost on the bus", {"bytes": 4 * size})
     ms = rig.milliseconds(lambda: back.copy_(there, non_blocking=True))
@@ -175,10 +167,6 @@ def check_swap(rig: Rig) -> Figures:
     if not torch.equal(returned, given):
         raise CheckError("KV came back from host memory with other values")
     return {"bytes": given.nbytes}
-
-
-def _stream(rig: Rig) -> torch.cuda.Stream:
-    return open_streams(rig.device, rig.subject.gpu_slice).stream()
 
 
 def _backend(rig: Rig) -> Backend:

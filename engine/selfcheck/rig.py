@@ -36,19 +36,16 @@ class Rig:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device of the model."""
         return choose_device(self.subject.device)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Shape of the model."""
         if self.subject.shape is not None:
             return published_shape(self.subject.shape)
         return open_model(self.subject.model).config()
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and KV."""
         return choose_dtype(self.subject.dtype, self.config, self.device)
 
     @property

@@ -1,6 +1,5 @@
 """An assistant as a drafter: its queries attend to KV of the model, so it has none."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import FloatArray
-from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.cache import KVCache
@@ -19,14 +17,12 @@ from neo_desktop.engine.kv.layer import DecodeRows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv_tier import MEASURED_TIERS, KVTier
 from neo_desktop.engine.request import Request
-from neo_desktop.engine.speculate.draft_model import StepTimes
+from neo_desktop.engine.speculate.draft_model import StepTimes, closed_by_errors
 from neo_desktop.engine.speculate.kept_states import KeptStates
 from neo_desktop.models.stages import Stages
 from neo_desktop.models.state import Scratch, State
 from neo_desktop.models.traced.assistant import POST_PROJECTION, Pairing
 from neo_desktop.models.traced.decoder import TracedDecoder
-
-logger = logging.getLogger(__name__)
 
 _Context = tuple[KVTier, IntView, int]
 """Tier, blocks and number of tokens with KV of a request."""
@@ -48,9 +44,6 @@ class AssistantHead:
     Each step reads the newest token and hidden state. It attends to KV of verified tokens alone, and so all
     steps of a draft have one position. KV must be on the device, or in host memory for the CPU: requests
     whose KV is elsewhere, or moves, get no drafts.
-
-    Args:
-        release: frees the assistant's memory.
     """
 
     expected = 0.7
@@ -81,14 +74,11 @@ class AssistantHead:
             return
         block, hidden = np.zeros(1, np.int32), np.zeros((1, self._model.width), np.float32)
         times = []
-        try:
+        with closed_by_errors("the assistant", self.close):
             for _ in range(NUM_MEASURED):
                 started = time.perf_counter()
                 self._compute([0], hidden, [(tier, block, 1)], 1)
                 times.append(1e3 * (time.perf_counter() - started))
-        except Exception as error:  # of any kind: the model works without drafts
-            self._fail(error)
-        else:
             self._steps.learn(1, min(times))
 
     def is_able(self, request: Request) -> bool:
@@ -104,18 +94,10 @@ class AssistantHead:
 
     def draft_all(self, requests: Sequence[Request], width: int) -> list[Sequence[int]]:
         able = [request for request in requests if self.is_able(request)]
-        try:
+        drafts: dict[str, Sequence[int]] = {}
+        with closed_by_errors("the assistant", self.close):
             drafts = self._drafts(able, width) if able else {}
-        except Exception as error:  # as above
-            self._fail(error)
-            return [()] * len(requests)
         return [drafts.get(request.request_id, ()) for request in requests]
-
-    def _fail(self, error: Exception) -> None:
-        if is_lost(error):
-            raise error
-        logger.error("the assistant failed: no more drafts by it", exc_info=error)
-        self.close()
 
     def close(self) -> None:
         """Drop the assistant and its memory; there are no drafts any more. May be called again."""

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     ScheduledSequence,
     SubBatch,
+    rounded_size,
 )
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.kv.cache import KVCache
@@ -20,7 +22,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.request import NO_TOKENS, Request
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.speculate.kept_states import KeptStates
-from neo_desktop.engine.speculate.relative_times import READING_ROWS, rounded_size
+from neo_desktop.engine.speculate.relative_times import READING_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,18 @@ class StepTimes:
         self._ms[size] = _updated(self._ms.get(size, ms), ms)
 
 
+@contextmanager
+def closed_by_errors(name: str, close: Callable[[], object]) -> Iterator[None]:
+    """Close a drafter at an error; only a lost GPU's is raised, as the large model works without drafts."""
+    try:
+        yield
+    except Exception as error:
+        if is_lost(error):
+            raise
+        logger.exception("%s failed: no more drafts by it", name)
+        close()
+
+
 class DraftModel:
     """Drafts with a smaller model of the same vocabulary.
 
@@ -82,7 +96,6 @@ class DraftModel:
 
     Args:
         execute: carries out a plan of the draft model.
-        release: frees the draft model's memory.
         kv: block counts of its KV, in one tier.
     """
 
@@ -129,14 +142,9 @@ class DraftModel:
         self._free([name for name, context in self._contexts.items() if context.is_void])
         able = [request for request in requests if self.is_able(request)]
         self._make_room(able)
-        try:
+        drafts: Mapping[str, Sequence[int]] = {}
+        with closed_by_errors("the draft model", self.close):
             drafts = self._drafts(able, width)
-        except Exception as error:
-            if is_lost(error):
-                raise
-            logger.exception("the draft model failed: no more drafts by it")
-            self.close()
-            return [()] * len(requests)
         return [self._usable(drafts.get(request.request_id, ())) for request in requests]
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ class Run:
     """Hidden states of consecutive tokens of a request.
 
     Args:
-        origin: position of the first token.
         states: [tokens, hidden]
     """
 

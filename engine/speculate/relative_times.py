@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from neo_desktop.engine.batch import rounded_size
+
 REMEMBERED = 0.97  # of older iterations, per iteration
 FORGOTTEN = 0.998  # of the measured excess, per iteration without drafts: what was slow is tried again
 TRUST = 0.2  # in the guess, against squares of measured excesses
@@ -67,9 +69,3 @@ class RelativeTimes:
             ratio = min(ms / (predicted_ms * measured.pace), LONGEST * expected)
             measured.products = REMEMBERED * measured.products + (ratio - 1.0) * excess
             measured.squares = REMEMBERED * measured.squares + excess**2
-
-
-def rounded_size(count: int) -> int:
-    """Round up to 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
-    step = 1 << max((count - 1).bit_length() - 2, 0)
-    return -(-count // step) * step

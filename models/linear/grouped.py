@@ -51,10 +51,24 @@ class Coding:
         return not self.scale_dtype.is_floating_point
 
     @property
+    def first(self) -> int:
+        """Bits per code in the first plane of words."""
+        return next(bits for bits in (8, 4, 2) if bits <= self.bits)
+
+    @property
     def planes(self) -> tuple[int, ...]:
         """Bits per code in every plane of words, the lowest bits first."""
-        low = next(low for low in (8, 4, 2) if low <= self.bits)
-        return (low, self.bits - low) if self.bits > low else (low,)
+        return (self.first, self.bits - self.first) if self.bits > self.first else (self.first,)
+
+    @property
+    def low(self) -> int:
+        """The first half of the table, as eight signed bytes; 0: there is no table."""
+        return _eight_bytes(self.table[:8])
+
+    @property
+    def high(self) -> int:
+        """The second half of the table."""
+        return _eight_bytes(self.table[8:])
 
     def shifts(self, plane: int) -> tuple[tuple[int, ...], ...]:
         """Return the positions of a word's codes, `[places of a word][4]`, in a plane of these bits.
@@ -63,6 +77,10 @@ class Coding:
         """
         apart, step = (16, 4) if self.table else (plane, 8)
         return tuple(tuple(apart * place + step * code for code in range(4)) for place in range(8 // plane))
+
+
+def _eight_bytes(numbers: tuple[int, ...]) -> int:
+    return int.from_bytes(bytes(number % 256 for number in numbers), "little", signed=True)
 
 
 CODINGS = {

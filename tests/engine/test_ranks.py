@@ -13,7 +13,7 @@ from thread_ranks import ThreadSums, parts_of
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.execute.model_runner import ModelRunner
-from neo_desktop.engine.execute.ranks.plans import for_other_ranks
+from neo_desktop.engine.execute.ranks.driver import for_other_ranks
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Stages

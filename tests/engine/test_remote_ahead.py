@@ -12,8 +12,8 @@ from workers import SECRET, running_worker, shape_of, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.lane import HostTask
+from neo_desktop.engine.execute.lanes import WorkerLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import DecodeRows

@@ -242,7 +242,7 @@ class Unanswering(ImitatedBackend):
             return self.num_runs <= 2 or self.num_waits <= 0
 
         try:
-            wait_for_gpu(SimpleNamespace(query=query), Watchdog(0.3), "a graph")
+            wait_for_gpu(SimpleNamespace(query=query), Watchdog(0.3), "a graph")  # type: ignore[arg-type]
         except DeviceStalledError:
             self.num_waits -= 1
             raise

@@ -12,12 +12,14 @@ from kv_pools import spoiled
 from seeds import few_examples
 
 from neo_desktop.engine.kv import device_layer
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.device_layer import DeviceLayer
-from neo_desktop.engine.kv.disk_items import BlockBytes
+from neo_desktop.engine.kv.disk_items import Blocks
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import DecodeRows, KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv.streamed import StreamedPool
+from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.models.attention import AttentionSpec
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
@@ -165,7 +167,7 @@ def test_blocks_are_the_same_bytes_in_all_memories(dtype: torch.dtype, device: t
     blocks = [[8, 2, 3], [1, 0, 7], [2, 6, 5]]
     content = None
     for pool, there in zip(pools, blocks, strict=True):
-        access = BlockBytes(pool)
+        access = Blocks(KVCache({}, 16), KVTier.HOST, pool)
         if content is None:
             for layer in range(config.num_layers):
                 pool.rows_at(slots_of(torch.tensor(there), 16)).write(layer, some_rows(config, 48, dtype))

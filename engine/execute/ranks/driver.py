@@ -16,15 +16,16 @@ from typing import TypeVar
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.batch import IterationPlan
+from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.model_runner import ModelRunner
 from neo_desktop.engine.execute.ranks.members import Beginning, Member
-from neo_desktop.engine.execute.ranks.plans import for_other_ranks
 from neo_desktop.engine.execute.ranks.process import RankLostError, RankProcess
 from neo_desktop.engine.fallbacks import fallbacks
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,11 @@ TIMEOUT_S = 120.0  # timeout of an all-reduce: another rank may compile kernels 
 ANSWER_S = 15.0  # timeout of an answer after an error
 EXIT_S = 5.0  # timeout for a process's end after an error
 POLL_S = 0.25
+_SOMEHOW = SamplingInput(SamplingParams(), 0, 0, 0, IntArray().view(), IntArray().view())
 
 
 class Driver(Member):
     """Rank 0, and the owner of the other ranks' processes.
-
-    Args:
-        device: Device of this rank.
 
     Raises:
         ValueError: The computer has too few GPUs.
@@ -129,7 +128,8 @@ class Driver(Member):
             ended = [each for each in self.processes if each.what_ended(POLL_S) is not None]
         ended.sort(key=lambda each: not each.is_cause)
         for process in ended[:1]:
-            process.log_last_lines()
+            if text := process.last_lines():
+                logger.error("last output of process %d:\n%s", process.pid, text)
         if not ended:
             numbers = ", ".join(str(each.pid) for each in self.processes)
             return f"the processes of the model's other parts ({numbers}) do not answer"
@@ -150,12 +150,7 @@ class Driver(Member):
 
 
 class DriverExecutor(Executor):
-    """The executor of plans on all ranks.
-
-    Args:
-        own: The model runner of rank 0.
-        leader: The owner of the other ranks.
-    """
+    """The executor of plans on all ranks; `own` is rank 0's model runner."""
 
     def __init__(self, own: ModelRunner, leader: Driver) -> None:
         self._own, self._leader = own, leader
@@ -204,6 +199,21 @@ class DriverExecutor(Executor):
         self._is_closed = True
         self._own.close()
         self._leader.close()
+
+
+def for_other_ranks(plan: IterationPlan) -> IterationPlan:
+    """Return a plan with the same rows, but placeholders for sampling: only rank 0 chooses tokens."""
+    return replace(
+        plan,
+        sub_batches=tuple(SubBatch(tuple(map(_unsampled, batch.sequences))) for batch in plan.sub_batches),
+        async_decodes=tuple(
+            tuple(each and _unsampled(each) for each in group) for group in plan.async_decodes
+        ),
+    )
+
+
+def _unsampled(sequence: ScheduledSequence) -> ScheduledSequence:
+    return sequence if sequence.sampling is None else sequence._replace(sampling=_SOMEHOW)
 
 
 def check_gpus(count: int, device: torch.device) -> None:

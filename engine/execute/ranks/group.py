@@ -21,9 +21,7 @@ class Group:
     The constructor blocks until all ranks call it. NCCL does the all-reduces on GPUs, gloo on CPUs.
 
     Args:
-        rank: The rank of this process.
         folder: A folder shared by all ranks, for no other use.
-        device: Device of this rank.
         timeout_s: Timeout of an all-reduce.
 
     Raises:

@@ -49,12 +49,7 @@ class Beginning:
 
 
 class Member(ABC):
-    """A rank during set-up.
-
-    Args:
-        folder: Rendezvous of the ranks.
-        timeout_s: Timeout of an all-reduce.
-    """
+    """A rank during set-up."""
 
     def __init__(self, rank: Rank, folder: Path, timeout_s: float) -> None:
         self.rank = rank
@@ -73,10 +68,6 @@ class Member(ABC):
     def join(self, dtype: torch.dtype, device: torch.device) -> None:
         """Wait until all ranks have loaded their parts, and form the group.
 
-        Args:
-            dtype: Type of this rank's part.
-            device: Device of this rank.
-
         Raises:
             RuntimeError: A rank has ended or chose another dtype.
         """
@@ -92,8 +83,7 @@ class Follower(Member):
     """A rank other than 0, in its own process.
 
     Args:
-        beginning: The first message from rank 0.
-        messages: Further messages from rank 0.
+        messages: From rank 0, after the first one.
         writer: Writer of messages to rank 0.
     """
 

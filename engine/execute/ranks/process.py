@@ -1,7 +1,6 @@
 """Rank 0's handle of another rank's process."""
 
 import contextlib
-import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -10,8 +9,6 @@ from typing import Any
 from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.execute.ranks.members import Beginning
 from neo_desktop.engine.frames import ChildProcess
-
-logger = logging.getLogger(__name__)
 
 _COMMAND = (  # -P: import nothing from the current folder
     *(sys.executable, "-P", "-c"),
@@ -24,12 +21,7 @@ class RankLostError(EngineLostError):
 
 
 class RankProcess(ChildProcess):
-    """The process of another rank.
-
-    Args:
-        beginning: The first message to the rank.
-        environment: Environment variables of the process.
-    """
+    """The process of another rank."""
 
     def __init__(self, beginning: Beginning, environment: Mapping[str, str]) -> None:
         self.rank = beginning.rank
@@ -68,11 +60,6 @@ class RankProcess(ChildProcess):
     def is_cause(self) -> bool:
         """True if a signal or its own error ended the process, which then made the others end."""
         return self.failure is not None or (self.status() or 0) < 0
-
-    def log_last_lines(self) -> None:
-        """Log the ended process's last lines."""
-        if text := self.last_lines():
-            logger.error("last output of process %d:\n%s", self.pid, text)
 
     def __str__(self) -> str:
         return f"process {self.pid}, which has part {self.rank.number + 1} of the model,"

@@ -18,8 +18,7 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
 def gated(gate_up: Tensor, how: Gating, out: Tensor) -> None:
     """Compute `models.expert_operators.gated` of gates and ups, `[n, 2 * intermediate]`."""
     tokens, intermediate = out.shape
-    assert gate_up.is_contiguous()
-    assert out.is_contiguous()
+    assert all(each.is_contiguous() for each in (gate_up, out))
     clamped = how if isinstance(how, ClampedGate) else ClampedGate()
     _gated[tokens, triton.cdiv(intermediate, TILE)](
         gate_up,

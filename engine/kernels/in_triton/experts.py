@@ -39,8 +39,7 @@ def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tenso
     """Compute `models.expert_operators.choose_experts`."""
     experts, k = logits.shape[1], ids.shape[1]
     assert logits.stride(1) == 1
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
+    assert all(each.is_contiguous() for each in (ids, weights))
     _choose[(len(logits),)](
         logits,
         ids,
@@ -66,8 +65,7 @@ def multiply_experts(
 ) -> None:
     """Compute `models.expert_operators.multiply_experts`."""
     pairs, k, intermediate = ids.numel(), ids.shape[1], experts.gate.rows
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
+    assert all(each.is_contiguous() for each in (ids, weights))
     assert out.stride(1) == 1
     gate_up, inner, products = (each[:pairs] for each in (room.gate_up, room.gated, room.products))
     blocks: dict[int, Tensor] = {}

@@ -14,6 +14,8 @@ import triton.language as tl
 from neo_desktop.engine.kernels.in_triton.integer_products import (
     _VARYING,
     START,
+    TILE_ROWS,
+    UNIT,
     _as_floats,
     _high,
     _low,
@@ -74,25 +76,16 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
     rows,
     blocks,
     out_stride,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
+    CODING: tl.constexpr,  # the weight's `Coding`
     HAS_BIAS: tl.constexpr,
     IS_EXPERT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     WARPS: tl.constexpr,
     MULTIPLY: tl.constexpr,  # see `instructions`
     IS_INTERPRETED: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = 32 // GROUP
+    GROUPS: tl.constexpr = 32 // CODING.group
     EIGHTS: tl.constexpr = COUNT // 8
     dtype: tl.constexpr = out.dtype.element_ty
     thread = tl.arange(0, 32 * WARPS)
@@ -112,7 +105,7 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
         tile += expert * (rows // TILE_ROWS)
         bias += expert * rows
     places = (tl.multiple_of(first % TILE_ROWS, ROWS) + quad * 4)[:, None] + tl.arange(0, 4)[None, :]
-    words += tile * blocks * (BITS * TILE_ROWS)
+    words += tile * blocks * (CODING.bits * TILE_ROWS)
     scales += tile * blocks * (GROUPS * TILE_ROWS)
     minima += tile * blocks * (GROUPS * TILE_ROWS)
     scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
@@ -138,24 +131,24 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
     for start in range(0, blocks, WARPS):
         given = start + thread // 32 < blocks
         block = tl.minimum(start + thread // 32, blocks - 1)
-        at = (block * BITS)[:, None]
-        fours = _codes_of(words + places, at, part, BITS, FIRST, LOW, HIGH, TILE_ROWS, IS_INTERPRETED)
+        at = (block * CODING.bits)[:, None]
+        fours = _codes_of(words + places, at, part, CODING, IS_INTERPRETED)
         unit = (block // (UNIT // 32) * TILE_ROWS)[:, None] + places
         by = ()
         offsets = ()
         for group in tl.static_range(GROUPS):
             at = (block * (GROUPS * TILE_ROWS) + group * TILE_ROWS)[:, None] + places
             values = _as_floats(tl.load(scales + at))
-            if HAS_UNITS:
+            if CODING.has_units:
                 values *= tl.load(scale_units + unit).to(tl.float32)
             by = by + _rows_of(values)
-            if HAS_MINIMA:
+            if CODING.has_minima:
                 minimum = _as_floats(tl.load(minima + at))
-                if HAS_UNITS:
+                if CODING.has_units:
                     minimum *= tl.load(minimum_units + unit).to(tl.float32)
                 offsets = offsets + _rows_of(minimum)
-            elif CENTRE != 0:
-                offsets = offsets + _rows_of(values * -CENTRE)
+            elif CODING.centre != 0:
+                offsets = offsets + _rows_of(values * -CODING.centre)
         added = ()
         for eight in tl.static_range(EIGHTS):
             new = ()
@@ -166,7 +159,7 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
                 new = _add_eight(
                     new, fours, by, offsets, codes + own_codes[eight] + block * 4,
                     factors + two[0] + block * 2, factors + two[1] + block * 2, given,
-                    GROUPS, HAS_MINIMA or CENTRE != 0, MULTIPLY, LOW != 0, IS_INTERPRETED,
+                    CODING, MULTIPLY, IS_INTERPRETED,
                 )  # fmt: skip
             added = added + new
         sums = added
@@ -194,10 +187,12 @@ def _multiply_matrices(  # noqa: PLR0912, PLR0915
 @triton.jit
 def _add_eight(
     sums, fours, by, offsets, codes, first_factors, second_factors, given,
-    GROUPS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    MULTIPLY: tl.constexpr, IS_SIGNED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    CODING: tl.constexpr, MULTIPLY: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a block's codes with eight inputs to a thread's sums, four rows by two inputs."""
+    GROUPS: tl.constexpr = 32 // CODING.group
+    HAS_OFFSETS: tl.constexpr = CODING.has_minima or CODING.centre != 0
+    IS_SIGNED: tl.constexpr = CODING.low != 0
     inputs = tl.load(codes)
     low = inputs.to(tl.int32)
     high = (inputs >> 32).to(tl.int32)
@@ -261,17 +256,7 @@ def _together(sums, first: tl.constexpr):
 
 
 @triton.jit
-def _codes_of(
-    words,
-    at,
-    part,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
+def _codes_of(words, at, part, CODING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Return two places' codes, or their numbers, in bytes, for each of four rows.
 
     Args:
@@ -279,16 +264,17 @@ def _codes_of(
         at: first word of the block.
         part: of the block.
     """
-    SECOND: tl.constexpr = BITS - FIRST
+    FIRST: tl.constexpr = CODING.first
+    SECOND: tl.constexpr = CODING.bits - FIRST
     MASK: tl.constexpr = (2**FIRST - 1) * 0x01010101
     bit = part[:, None] * (2 * FIRST)
     packed = tl.load(words + (at + bit // 8) * TILE_ROWS)
     if FIRST == 8:
         first = packed
         second = tl.load(words + (at + bit // 8 + 1) * TILE_ROWS)
-    elif LOW != 0:
-        first = numbers_of(packed, LOW, HIGH, IS_INTERPRETED)
-        second = numbers_of(packed >> 16, LOW, HIGH, IS_INTERPRETED)
+    elif CODING.low != 0:
+        first = numbers_of(packed, CODING, IS_INTERPRETED)
+        second = numbers_of(packed >> 16, CODING, IS_INTERPRETED)
     else:
         if FIRST == 2:
             packed >>= bit % 8

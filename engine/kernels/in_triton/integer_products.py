@@ -12,6 +12,10 @@ PRMT, which selects four of eight bytes, looks up codes with a table: MXFP4's an
 import triton
 import triton.language as tl
 
+from neo_desktop.models.linear import grouped
+
+TILE_ROWS: tl.constexpr = tl.constexpr(grouped.TILE_ROWS)
+UNIT: tl.constexpr = tl.constexpr(grouped.UNIT)
 _VARYING = ("ids", "pairs", "per_row", "out", "count", "rows", "blocks", "out_stride", "bias")
 START: tl.constexpr = tl.constexpr(0x4B400000)
 _DOT: tl.constexpr = tl.constexpr("dp4a.u32.s32 $0, $1, $2, $3;")
@@ -64,24 +68,16 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
     rows,
     blocks,
     out_stride,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
+    CODING: tl.constexpr,  # the weight's `Coding`
     HAS_BIAS: tl.constexpr,
     IS_EXPERT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    GROUPS: tl.constexpr = 32 // GROUP
+    BITS: tl.constexpr = CODING.bits
+    GROUPS: tl.constexpr = 32 // CODING.group
     dtype: tl.constexpr = out.dtype.element_ty
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
@@ -116,19 +112,19 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
             at = (block * BITS + word) * TILE_ROWS + places
             packed = packed + (tl.load(words + at, mask=given, other=0),)
         unit = block // (UNIT // 32) * TILE_ROWS + places
-        if HAS_UNITS:
+        if CODING.has_units:
             scale_unit = tl.load(scale_units + unit, mask=given, other=0.0).to(tl.float32)
-            if HAS_MINIMA:
+            if CODING.has_minima:
                 minimum_unit = tl.load(minimum_units + unit, mask=given, other=0.0).to(tl.float32)
         for group in tl.static_range(GROUPS):
             at = (block * GROUPS + group) * TILE_ROWS + places
             by = _as_floats(tl.load(scales + at, mask=given, other=0))
-            if HAS_UNITS:
+            if CODING.has_units:
                 by *= scale_unit
-            offset = by * -CENTRE
-            if HAS_MINIMA:
+            offset = by * -CODING.centre
+            if CODING.has_minima:
                 minimum = _as_floats(tl.load(minima + at, mask=given, other=0))
-                if HAS_UNITS:
+                if CODING.has_units:
                     minimum *= minimum_unit
                 offset += minimum
             added = ()
@@ -138,14 +134,14 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
                 for pair in tl.static_range(4):  # of places
                     eight = tl.load(codes + own_block * 4 + pair, mask=given, other=0)
                     if GROUPS == 1 or group == 0:
-                        four = _four_codes(packed, 2 * pair, BITS, FIRST, LOW, HIGH, IS_INTERPRETED)
-                        total = _dot(four, eight.to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                        four = _four_codes(packed, 2 * pair, CODING, IS_INTERPRETED)
+                        total = _dot(four, eight.to(tl.int32), total, CODING.low != 0, IS_INTERPRETED)
                     if GROUPS == 1 or group == 1:
-                        four = _four_codes(packed, 2 * pair + 1, BITS, FIRST, LOW, HIGH, IS_INTERPRETED)
-                        total = _dot(four, (eight >> 32).to(tl.int32), total, LOW != 0, IS_INTERPRETED)
+                        four = _four_codes(packed, 2 * pair + 1, CODING, IS_INTERPRETED)
+                        total = _dot(four, (eight >> 32).to(tl.int32), total, CODING.low != 0, IS_INTERPRETED)
                 factor = tl.load(factors + own_block * 2, mask=given, other=0)
                 value = sums[m] + from_start(total) * by * _low(factor)
-                if HAS_MINIMA or CENTRE != 0:
+                if CODING.has_minima or CODING.centre != 0:
                     if GROUPS == 1:
                         met = _high(factor)
                     else:
@@ -207,26 +203,15 @@ def _high(pair):
 
 
 @triton.jit
-def _four_codes(
-    packed,
-    place: tl.constexpr,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-):
-    """Return a place's codes, or their numbers, in bytes; `Coding.shifts` draws the layout.
-
-    Args:
-        packed: the words of a block.
-    """
-    SECOND: tl.constexpr = BITS - FIRST
+def _four_codes(packed, place: tl.constexpr, CODING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Return codes of a place of a block's words, or their numbers, in bytes; see `Coding.shifts`."""
+    FIRST: tl.constexpr = CODING.first
+    SECOND: tl.constexpr = CODING.bits - FIRST
     word = packed[place * FIRST // 8]
     part: tl.constexpr = place % (8 // FIRST)
-    if BITS == 8:
+    if CODING.bits == 8:
         four = word
-    elif LOW == 0:
+    elif CODING.low == 0:
         four = (word >> (FIRST * part)) & ((2**FIRST - 1) * 0x01010101)
         if SECOND != 0:
             above = packed[FIRST + place * SECOND // 8]
@@ -234,27 +219,27 @@ def _four_codes(
             UP: tl.constexpr = FIRST - place * SECOND % 8
             four |= (above << UP if UP >= 0 else above >> -UP) & (MASK * 0x01010101)
     else:
-        four = numbers_of(word >> (16 * part), LOW, HIGH, IS_INTERPRETED)
+        four = numbers_of(word >> (16 * part), CODING, IS_INTERPRETED)
     return four
 
 
 @triton.jit
-def numbers_of(half, LOW: tl.constexpr, HIGH: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+def numbers_of(half, CODING: tl.constexpr, IS_INTERPRETED: tl.constexpr):
     """Return the numbers of four codes in the lower half of a word, in bytes."""
     if IS_INTERPRETED:
         four = half & 0
         for i in tl.static_range(4):
-            four |= (looked_up((half >> (4 * i)) & 15, LOW, HIGH) & 255) << (8 * i)
+            four |= (looked_up((half >> (4 * i)) & 15, CODING) & 255) << (8 * i)
     else:
         four = tl.inline_asm_elementwise(
             _LOOK_UP,
             "=r,r,r,r,r,r,r",
             [
                 half & 0x7777,
-                _of_table(half, LOW),
-                _of_table(half, LOW >> 32),
-                _of_table(half, HIGH),
-                _of_table(half, HIGH >> 32),
+                _of_table(half, CODING.low),
+                _of_table(half, CODING.low >> 32),
+                _of_table(half, CODING.high),
+                _of_table(half, CODING.high >> 32),
                 ((half & 0x8888) >> 1) | 0x3210,  # the position of a number, or 4 + it, of codes from 8
             ],
             dtype=tl.int32,
@@ -270,9 +255,9 @@ def _of_table(like, four: tl.constexpr):
 
 
 @triton.jit
-def looked_up(code, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Return the numbers of codes from 0 to 15; `LOW` and `HIGH` hold eight signed bytes each."""
-    table = tl.where(code < 8, LOW, HIGH)
+def looked_up(code, CODING: tl.constexpr):
+    """Return the numbers of codes from 0 to 15."""
+    table = tl.where(code < 8, CODING.low, CODING.high)
     return (table >> ((code & 7) * 8).to(tl.int64)).to(tl.int8).to(tl.int32)
 
 

@@ -8,9 +8,7 @@ from torch import Tensor
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Compute `models.operators.add_rms_norm`."""
     tokens, hidden = x.shape
-    assert x.is_contiguous()
-    assert residual.is_contiguous()
-    assert out.is_contiguous()
+    assert all(each.is_contiguous() for each in (x, residual, out))
     pad = triton.next_power_of_2(hidden)
     _add_rms_norm[tokens,](
         x,

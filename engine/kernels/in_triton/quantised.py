@@ -27,8 +27,6 @@ from neo_desktop.models.linear.grouped import (
     BLOCK,
     MOST_ROWS,
     PIECE_BYTES,
-    TILE_ROWS,
-    UNIT,
     Grouped,
     multiply_many,
     parts_of,
@@ -57,22 +55,14 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matmul of few rows, or of experts' pairs.
+    """A matmul of few rows, or of experts' pairs."""
 
-    Args:
-        weight: the matrix, or the experts' matrices.
-        bias: of the weight's rows.
-        rows: of a matrix.
-        out: a row is contiguous.
-        count: rows of inputs, or pairs per block.
-        pairs: ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix.
-    """
-
-    weight: Grouped
-    bias: Tensor | None
-    rows: int
-    out: Tensor
-    count: int
+    weight: Grouped  # the matrix, or the experts' matrices
+    bias: Tensor | None  # of the weight's rows
+    rows: int  # of a matrix
+    out: Tensor  # a row is contiguous
+    count: int  # rows of inputs, or pairs per block
+    # ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix
     pairs: tuple[Tensor, Tensor, int] | None = None
 
     def grid(self, rows: int) -> tuple[int, int]:
@@ -110,7 +100,7 @@ class Product:
             ROWS=rows,
             HAS_BIAS=self.bias is not None,
             IS_EXPERT=self.pairs is not None,
-            **_constants(self.weight),
+            CODING=self.weight.coding,
             **constants,
             enable_fp_fusion=True,
         )
@@ -184,12 +174,9 @@ def multiplies_integers() -> bool:
 
 
 def inputs_of(x: Tensor) -> Tensor | Rounded:
-    """Return rows as the kernels of the current fallback level take them."""
-    return rounded(x) if multiplies_integers() else x
-
-
-def rounded(x: Tensor) -> Rounded:
-    """Round rows; columns are a multiple of 32."""
+    """Return rows as the kernels of the current fallback level take them; columns are a multiple of 32."""
+    if not multiplies_integers():
+        return x
     rows, columns = x.shape
     assert x.stride(1) == 1
     blocks = columns // BLOCK
@@ -315,7 +302,7 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
         len(out),
         weight.columns // BLOCK,
         IS_FIRST=is_first,
-        **_constants(weight),
+        CODING=weight.coding,
         ROWS=ROWS,
         STEP=STEP_COLUMNS // BLOCK,
         num_warps=4,
@@ -327,20 +314,3 @@ def _pointers(weight: Grouped) -> tuple[Tensor, ...]:
     """Return the tensors of a weight; kernels do not read the stand-ins for missing tensors."""
     every = (weight.minima, weight.scale_units, weight.minimum_units)
     return weight.words, weight.scales, *(weight.scales if each is None else each for each in every)
-
-
-def _constants(weight: Grouped) -> dict[str, int]:
-    coding = weight.coding
-    table = bytes(number % 256 for number in coding.table)
-    return {
-        "BITS": coding.bits,
-        "FIRST": coding.planes[0],
-        "CENTRE": coding.centre,
-        "LOW": int.from_bytes(table[:8], "little", signed=True),
-        "HIGH": int.from_bytes(table[8:], "little", signed=True),
-        "HAS_MINIMA": coding.has_minima,
-        "HAS_UNITS": coding.has_units,
-        "TILE_ROWS": TILE_ROWS,
-        "GROUP": coding.group,
-        "UNIT": UNIT,
-    }

@@ -13,19 +13,7 @@ multiplied by the sum of a word's inputs.
 import triton
 import triton.language as tl
 
-from neo_desktop.engine.kernels.in_triton.integer_products import looked_up
-
-_VARYING = (
-    "bias",
-    "ids",
-    "blocks",
-    "per_row",
-    "out",
-    "count",
-    "rows",
-    "blocks_per_row",
-    "out_stride",
-)
+from neo_desktop.engine.kernels.in_triton.integer_products import _VARYING, TILE_ROWS, UNIT, looked_up
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -37,39 +25,32 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, blocks, per_row: see `multiply_pairs`
-    blocks,
+    ids,  # ids, pairs, per_row: see `multiply_pairs`
+    pairs,
     per_row,
     out,
     count,
     rows,
-    blocks_per_row,
+    blocks,
     x_stride,
     out_stride,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
+    CODING: tl.constexpr,  # the weight's `Coding`
     HAS_BIAS: tl.constexpr,
     IS_EXPERT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    BITS: tl.constexpr = CODING.bits
+    FIRST: tl.constexpr = CODING.first
     PLACES: tl.constexpr = 8 // FIRST  # of a word
-    GROUPS: tl.constexpr = 32 // GROUP  # of a block; a place with an odd number is in the second
+    GROUPS: tl.constexpr = 32 // CODING.group  # of a block; a place with an odd number is in the second
     dtype: tl.constexpr = out.dtype.element_ty
     PER_LOAD: tl.constexpr = 64 // dtype.primitive_bitwidth
     LOADS: tl.constexpr = 4 // PER_LOAD
     first = tl.program_id(0) * ROWS
     tile = (first // TILE_ROWS).to(tl.int64)
-    own = blocks + tl.program_id(1) * COUNT
+    own = pairs + tl.program_id(1) * COUNT
     if IS_EXPERT:
         leader = tl.load(own)
         if leader < 0:
@@ -86,12 +67,12 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
             x_rows = x_rows + (x + pair // per_row * x_stride,)
             out_rows = out_rows + (out + pair * out_stride,)
     places = tl.multiple_of(first % TILE_ROWS, ROWS) + tl.arange(0, ROWS)[None, :]
-    words += tile * blocks_per_row * (BITS * TILE_ROWS)
-    scales += tile * blocks_per_row * (GROUPS * TILE_ROWS)
-    minima += tile * blocks_per_row * (GROUPS * TILE_ROWS)
-    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    words_per_row = blocks_per_row * FIRST
+    words += tile * blocks * (BITS * TILE_ROWS)
+    scales += tile * blocks * (GROUPS * TILE_ROWS)
+    minima += tile * blocks * (GROUPS * TILE_ROWS)
+    scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    words_per_row = blocks * FIRST
 
     # The bits of 2.0 ** BITS, plus 0, which keeps the value in a register and saves an instruction.
     power = ((127 + BITS) << 23) + tl.program_id(2)
@@ -99,9 +80,8 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
     for _ in tl.static_range(COUNT):
         sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
     loaded = _load_words(
-        0, words_per_row, words, scales, minima, scale_units, minimum_units, places,
-        BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
-    )  # fmt: skip
+        0, words_per_row, words, scales, minima, scale_units, minimum_units, places, CODING, STEP
+    )
     for start in range(0, words_per_row, STEP):
         now, above, factors, offsets, unit, minimum_unit = loaded
         column = start + tl.arange(0, STEP)[:, None]  # column of words
@@ -109,18 +89,18 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
         # loaded during the computation of this step
         loaded = _load_words(
             start + STEP, words_per_row, words, scales, minima, scale_units, minimum_units, places,
-            BITS, FIRST, HAS_MINIMA, HAS_UNITS, TILE_ROWS, GROUP, UNIT, STEP,
+            CODING, STEP,
         )  # fmt: skip
         block = column // FIRST
         place = column % FIRST * PLACES
         if FIRST < BITS:
-            _, position = _place_above(column % FIRST, BITS, FIRST)
+            _, position = _place_above(column % FIRST, CODING)
             above >>= position
         for half in tl.static_range(GROUPS):
             by = factors[half].to(tl.float32)
-            if HAS_UNITS:
+            if CODING.has_units:
                 by *= unit.to(tl.float32)
-            shift = -(2**BITS + CENTRE) * by
+            shift = -(2**BITS + CODING.centre) * by
             met = ()
             for _ in tl.static_range(COUNT):
                 met = met + (tl.zeros([STEP, 1], tl.float32),)
@@ -135,13 +115,11 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
                             eights = x + tl.minimum(m, count - 1) * x_stride + four + load
                         inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
                     for j in tl.static_range(PER_LOAD):
-                        if LOW != 0:
+                        if CODING.low != 0:
                             code = (now >> (16 * i + 4 * (load * PER_LOAD + j))) & 15
-                            number = looked_up(code, LOW, HIGH).to(tl.float32) * by
+                            number = looked_up(code, CODING).to(tl.float32) * by
                         else:
-                            number = (
-                                _code(now, above, i, load * PER_LOAD + j, power, BITS, FIRST) * by + shift
-                            )
+                            number = _code(now, above, i, load * PER_LOAD + j, power, CODING) * by + shift
                         added = ()
                         all_met = ()
                         for m in tl.static_range(COUNT):
@@ -150,9 +128,9 @@ def _multiply_plain(  # noqa: PLR0912, PLR0915
                             all_met = all_met + (met[m] + one,)
                         sums = added
                         met = all_met
-            if HAS_MINIMA:
+            if CODING.has_minima:
                 offset = offsets[half].to(tl.float32)
-                if HAS_UNITS:
+                if CODING.has_units:
                     offset *= minimum_unit.to(tl.float32)
                 added = ()
                 for m in tl.static_range(COUNT):
@@ -183,27 +161,22 @@ def _load_words(
     scale_units,
     minimum_units,
     places,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
+    CODING: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Load words of both planes, and the scales and minima of their groups."""
-    SECOND: tl.constexpr = BITS - FIRST
-    GROUPS: tl.constexpr = 32 // GROUP
+    BITS: tl.constexpr = CODING.bits
+    FIRST: tl.constexpr = CODING.first
+    GROUPS: tl.constexpr = 32 // CODING.group
     column = start + tl.arange(0, STEP)[:, None]
     in_row = column < words_per_row
     block = column // FIRST
-    if SECOND == 0:
+    if FIRST == BITS:
         now = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
         above = now
     else:
         now = tl.load(words + (block * BITS + column % FIRST) * TILE_ROWS + places, mask=in_row, other=0)
-        word, _ = _place_above(column % FIRST, BITS, FIRST)
+        word, _ = _place_above(column % FIRST, CODING)
         above = tl.load(words + (block * BITS + word) * TILE_ROWS + places, mask=in_row, other=0)
     factors = ()
     offsets = ()
@@ -212,17 +185,17 @@ def _load_words(
         group = (block * GROUPS + half) * TILE_ROWS + places
         scale = tl.load(scales + group, mask=in_row, other=0)
         factors = factors + (scale,)
-        if HAS_MINIMA:
+        if CODING.has_minima:
             offsets = offsets + (tl.load(minima + group, mask=in_row, other=0),)
         else:
             offsets = offsets + (scale,)
     at = block // (UNIT // 32) * TILE_ROWS + places
     unit = scale
     minimum_unit = scale
-    if HAS_UNITS:
+    if CODING.has_units:
         unit = tl.load(scale_units + at, mask=in_row, other=0.0)
         minimum_unit = unit
-        if HAS_MINIMA:
+        if CODING.has_minima:
             minimum_unit = tl.load(minimum_units + at, mask=in_row, other=0.0)
     return now, above, factors, offsets, unit, minimum_unit
 
@@ -234,16 +207,10 @@ def _first_column(place):
 
 
 @triton.jit
-def _code(
-    first,
-    second,
-    place: tl.constexpr,
-    number: tl.constexpr,
-    power,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-):
+def _code(first, second, place: tl.constexpr, number: tl.constexpr, power, CODING: tl.constexpr):
     """Return 2 ** BITS plus a place's code, as a float."""
+    BITS: tl.constexpr = CODING.bits
+    FIRST: tl.constexpr = CODING.first
     bits = _moved(first, 23 - BITS - (8 * number + FIRST * place)) & ((2**FIRST - 1) << (23 - BITS))
     if FIRST < BITS:
         SECOND: tl.constexpr = BITS - FIRST
@@ -262,40 +229,31 @@ def _moved(word, up: tl.constexpr):
 
 
 @triton.jit
-def _numbers(
-    words,
-    above,
-    place,
-    number,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
+def _numbers(words, above, place, number, CODING: tl.constexpr):
     """Return the floats of codes.
 
     Args:
         place: of a word of the first plane.
         number: of a place's four codes.
     """
-    if LOW != 0:
+    FIRST: tl.constexpr = CODING.first
+    SECOND: tl.constexpr = CODING.bits - FIRST
+    if CODING.low != 0:
         codes = (words >> (16 * place + 4 * number)) & 15
-        numbers = looked_up(codes, LOW, HIGH).to(tl.float32)
+        numbers = looked_up(codes, CODING).to(tl.float32)
     else:
         codes = (words >> (FIRST * place + 8 * number)) & (2**FIRST - 1)
-        if FIRST < BITS:
-            SECOND: tl.constexpr = BITS - FIRST
+        if SECOND != 0:
             codes |= ((above >> (SECOND * place + 8 * number)) & (2**SECOND - 1)) << FIRST
-        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
+        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CODING.centre)
     return numbers
 
 
 @triton.jit
-def _place_above(word, BITS: tl.constexpr, FIRST: tl.constexpr):
+def _place_above(word, CODING: tl.constexpr):
     """Return the word of the second plane with the codes of a block's word, and the first code's position."""
-    bits = word * (8 // FIRST * (BITS - FIRST))
-    return FIRST + bits // 8, bits % 8
+    bits = word * (8 // CODING.first * (CODING.bits - CODING.first))
+    return CODING.first + bits // 8, bits % 8
 
 
 @triton.jit

@@ -21,8 +21,7 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tenso
     tokens, kv_heads, head_dim = k.shape
     assert k.shape == v.shape
     assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
+    assert all(cache.is_contiguous() for cache in (k_cache, v_cache))
     if not tokens:
         return
     _copy_rows[tokens, triton.cdiv(kv_heads * head_dim, TILE)](

@@ -7,7 +7,8 @@ cores, they multiply inputs by codes, exact in 16 bits, and scales are multiplie
 import triton
 import triton.language as tl
 
-from neo_desktop.engine.kernels.in_triton.quantised_kernels import _VARYING, _numbers, _place_above, _scale
+from neo_desktop.engine.kernels.in_triton.integer_products import _VARYING, TILE_ROWS, UNIT
+from neo_desktop.engine.kernels.in_triton.quantised_kernels import _numbers, _place_above, _scale
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -19,31 +20,25 @@ def _multiply_tiles(  # noqa: PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, blocks, per_row: see `multiply_pairs`
-    blocks,
+    ids,  # ids, pairs, per_row: see `multiply_pairs`
+    pairs,
     per_row,
     out,
     count,
     rows,
-    blocks_per_row,
+    blocks,
     x_stride,
     out_stride,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
+    CODING: tl.constexpr,  # the weight's `Coding`
     HAS_BIAS: tl.constexpr,
     IS_EXPERT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    BITS: tl.constexpr = CODING.bits
+    FIRST: tl.constexpr = CODING.first
+    GROUP: tl.constexpr = CODING.group
     GROUPS: tl.constexpr = 32 // GROUP  # of a block; a place with an odd number is in the second
     PER_WORD: tl.constexpr = GROUP // FIRST  # codes of a group in a word of the first plane
     dtype: tl.constexpr = out.dtype.element_ty
@@ -55,7 +50,7 @@ def _multiply_tiles(  # noqa: PLR0915
     x_row = tokens
     out_row = tokens
     if IS_EXPERT:
-        own = blocks + tl.program_id(1) * COUNT
+        own = pairs + tl.program_id(1) * COUNT
         leader = tl.load(own)
         if leader < 0:
             return
@@ -66,12 +61,12 @@ def _multiply_tiles(  # noqa: PLR0915
         is_token = pair >= 0
         out_row = tl.maximum(pair, 0).to(tl.int64)
         x_row = out_row // per_row
-    words += tile * blocks_per_row * (BITS * TILE_ROWS)
-    groups_per_row = blocks_per_row * GROUPS
+    words += tile * blocks * (BITS * TILE_ROWS)
+    groups_per_row = blocks * GROUPS
     scales += tile * groups_per_row * TILE_ROWS
     minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
-    minimum_units += tile * (blocks_per_row * 32 // UNIT) * TILE_ROWS
+    scale_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
+    minimum_units += tile * (blocks * 32 // UNIT) * TILE_ROWS
     # Input columns of the codes. With one group per block, runs of four columns alternate between its halves.
     number = tl.arange(0, GROUP)
     column = number if GROUPS == 2 else number // 4 % 2 * 16 + number // 8 * 4 + number % 4
@@ -89,19 +84,19 @@ def _multiply_tiles(  # noqa: PLR0915
         packed = tl.load(own_rows + (block * BITS + word) * TILE_ROWS, mask=mask, other=0)
         above = packed
         if FIRST < BITS:
-            other, position = _place_above(word, BITS, FIRST)
+            other, position = _place_above(word, CODING)
             above = tl.load(own_rows + (block * BITS + other) * TILE_ROWS, mask=mask, other=0) >> position
         place = code // 4 * GROUPS + (group % GROUPS)[:, None, None, None]
-        numbers = _numbers(packed, above, place, code % 4, BITS, FIRST, CENTRE, LOW, HIGH)
+        numbers = _numbers(packed, above, place, code % 4, CODING)
         numbers = numbers.to(dtype).reshape(STEP, GROUP, ROWS)
         given = in_row[:, None, None] & is_token[None, :, None]
         inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
         by = group[:, None] * TILE_ROWS + places[None, :]
         unit = group[:, None] // (UNIT // GROUP) * TILE_ROWS + places[None, :]
-        scale = _scale(scales + by, scale_units + unit, in_row[:, None], HAS_UNITS)
+        scale = _scale(scales + by, scale_units + unit, in_row[:, None], CODING.has_units)
         sums += tl.dot(inputs, numbers) * scale[:, None, :]
-        if HAS_MINIMA:
-            minimum = _scale(minima + by, minimum_units + unit, in_row[:, None], HAS_UNITS)
+        if CODING.has_minima:
+            minimum = _scale(minima + by, minimum_units + unit, in_row[:, None], CODING.has_units)
             ones = tl.full([STEP, GROUP, ROWS], 1.0, dtype)
             sums += tl.dot(inputs, ones) * minimum[:, None, :]
 
@@ -114,7 +109,7 @@ def _multiply_tiles(  # noqa: PLR0915
     tl.store(into, total.to(dtype), mask=is_token[:, None] & in_rows[None, :])
 
 
-@triton.jit(do_not_specialize=("rows", "count", "blocks_per_row"))
+@triton.jit(do_not_specialize=("rows", "count", "blocks"))
 def _dequantise(
     words,
     scales,
@@ -125,21 +120,15 @@ def _dequantise(
     first,
     out,
     count,
-    blocks_per_row,
+    blocks,
     IS_FIRST: tl.constexpr,
-    BITS: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first plane, see `Coding.planes`
-    CENTRE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
+    CODING: tl.constexpr,  # the weight's `Coding`
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
+    BITS: tl.constexpr = CODING.bits
+    FIRST: tl.constexpr = CODING.first
+    GROUP: tl.constexpr = CODING.group
     GROUPS: tl.constexpr = 32 // GROUP
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if IS_FIRST:
@@ -154,26 +143,26 @@ def _dequantise(
     block = tl.program_id(1) * STEP + tl.arange(0, STEP * FIRST)[:, None, None] // FIRST
     word = tl.arange(0, STEP * FIRST)[:, None, None] % FIRST
     code = tl.arange(0, 32 // FIRST)[None, :, None]
-    mask = block < blocks_per_row
-    own_rows = words + tile * blocks_per_row * (BITS * TILE_ROWS) + place
+    mask = block < blocks
+    own_rows = words + tile * blocks * (BITS * TILE_ROWS) + place
     packed = tl.load(own_rows + (block * BITS + word) * TILE_ROWS, mask=mask, other=0)
     above = packed
     if FIRST < BITS:
-        other, position = _place_above(word, BITS, FIRST)
+        other, position = _place_above(word, CODING)
         above = tl.load(own_rows + (block * BITS + other) * TILE_ROWS, mask=mask, other=0) >> position
-    numbers = _numbers(packed, above, code // 4, code % 4, BITS, FIRST, CENTRE, LOW, HIGH)
+    numbers = _numbers(packed, above, code // 4, code % 4, CODING)
     numbers = numbers.reshape(STEP, 4, 2, 4, ROWS).permute(0, 2, 1, 3, 4).reshape(STEP * GROUPS, GROUP, ROWS)
 
     group = tl.program_id(1) * STEP * GROUPS + tl.arange(0, STEP * GROUPS)[:, None, None]
-    mask = group < blocks_per_row * GROUPS
-    by = (tile * blocks_per_row * GROUPS + group) * TILE_ROWS + place
-    unit = tile * (blocks_per_row * 32 // UNIT) + group // (UNIT // GROUP)
+    mask = group < blocks * GROUPS
+    by = (tile * blocks * GROUPS + group) * TILE_ROWS + place
+    unit = tile * (blocks * 32 // UNIT) + group // (UNIT // GROUP)
     unit = unit * TILE_ROWS + place
-    numbers *= _scale(scales + by, scale_units + unit, mask, HAS_UNITS)
-    if HAS_MINIMA:
-        numbers += _scale(minima + by, minimum_units + unit, mask, HAS_UNITS)
+    numbers *= _scale(scales + by, scale_units + unit, mask, CODING.has_units)
+    if CODING.has_minima:
+        numbers += _scale(minima + by, minimum_units + unit, mask, CODING.has_units)
     lines = numbers.to(out.dtype.element_ty).reshape(STEP * 32, ROWS).trans()
-    columns = blocks_per_row * 32
+    columns = blocks * 32
     in_line = tl.program_id(1) * STEP * 32 + tl.arange(0, STEP * 32)[None, :]
     into = out + index.to(tl.int64)[:, None] * columns + in_line
     tl.store(into, lines, mask=(index < count)[:, None] & (in_line < columns))
