@@ -46,7 +46,7 @@ class AsyncDecodes(Attender):
     memory: Memory
     buffers: "AsyncBuffers"
     stages: Stages
-    attention: Mapping[KVTier, HostAttention]  # all with the same slots
+    attention: Mapping[KVTier, HostAttention]  # each covers all slots; slots of other tiers have no context
     old: int  # index of the set of buffers to read
 
     def __post_init__(self) -> None:

@@ -39,7 +39,10 @@ def test_rungs_hold_within_a_block_only() -> None:
         assert fallbacks.level("norm") == "torch"
         fallbacks.limit("nvml", "without", "it is not there")
     assert fallbacks.limits() == {"graphs": "device-only"}
-    with pytest.raises(ValueError, match="host-flags, device-only, eager"), fallbacks.at_levels({"graphs": "none"}):
+    with (
+        pytest.raises(ValueError, match="host-flags, device-only, eager"),
+        fallbacks.at_levels({"graphs": "none"}),
+    ):
         pass
 
 
