@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def engine(checkpoint: Path, policy: str = "gpu-only", gib: float = 0.1, **options: Any) -> Engine:
-    cost_model = None if policy == "gpu-only" else machine(cpu_token_ms=1e-6, offload_ms=0.0)
+    cost_model = None if policy == "gpu-only" else machine(cpu_token_ms=1e-6, offload_ms=0.0, token_ms=1.0)
     return Engine.from_pretrained(
         checkpoint, device="cpu", policy=policy, disk_cache_gib=gib, cost_model=cost_model, **options
     )
