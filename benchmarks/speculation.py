@@ -20,7 +20,7 @@ from neo_desktop.engine.speculate.drafter import Draft, Drafter, ModelDrafter
 from neo_desktop.engine.speculate.ngram import NgramDrafter
 
 REPOSITORY = Path(__file__).parents[1]
-EDITED = ("int_array.py", "progress.py", "processes.py", "frames.py", "errors.py")  # in `engine`
+EDITED = ("int_array.py", "progress.py", "iterations.py", "frames.py", "errors.py")  # in `engine`
 EXTRACTED = ("workers.md", "faq.md", "wsl2.md", "api.md", "bench.md")  # in `docs`
 CHARS = 1600  # of a file
 PROSE = (

@@ -49,7 +49,7 @@ class Mechanism:
         """Return the position of a level, 0 for the highest; raise ValueError if it is unknown."""
         names = [each.name for each in self.levels]
         if level not in names:
-            raise ValueError(f"{variable(self.name)} may be one of {', '.join(names)}, not {level!r}.")
+            raise ValueError(f"{self.name} may be one of {', '.join(names)}, not {level!r}.")
         return names.index(level)
 
 
@@ -168,7 +168,9 @@ class Fallbacks:
             name = given.removeprefix(VARIABLE_PREFIX).lower()
             if name not in MECHANISMS:
                 raise ValueError(f"{given}: there is no such mechanism, only {', '.join(MECHANISMS)}")
-            self._lowered[name] = MECHANISMS[name].position(level), f"{variable(name)} asks for it"
+            if level not in (names := [each.name for each in MECHANISMS[name].levels]):
+                raise ValueError(f"{given} may be one of {', '.join(names)}, not {level!r}")
+            self._lowered[name] = names.index(level), f"{variable(name)} asks for it"
 
     def level(self, mechanism: str) -> str:
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name

@@ -137,7 +137,7 @@ class ModelLoader:
             model=model.source,
             shape=model.shape,
             device=device.type,
-            draft_model=self._draft_path,
+            draft_model=None if self._draft is None else self._draft.path,
         )
 
     def _options_of(self, model: LocalModel) -> EngineOptions:
@@ -145,8 +145,8 @@ class ModelLoader:
         return self.options if model.name == self.catalogue.first else replace(self.options, mmproj=None)
 
     @cached_property
-    def _draft_path(self) -> Path | None:
-        """Folder or file of the draft model; UnknownModelError, or ModelError where it cannot be run."""
+    def _draft(self) -> LocalModel | None:
+        """The draft model; UnknownModelError, or ModelError where it cannot be run."""
         name = self.options.draft_model
         if name is None:
             return None
@@ -154,19 +154,18 @@ class ModelLoader:
         draft = summarize(path)
         if draft.config is None and assistant_folder(path) is None:
             raise ModelError(f"{name} cannot draft: {draft.reason or 'only llama.cpp can run it'}")
-        return draft.path
+        return draft
 
     def _drafting(self, config: ModelConfig, layer: Layer | None) -> tuple[LocalModel | None, Layer | None]:
         """Return the draft model of a model, and its layer of multi-token prediction or its assistant.
 
         Loading the model would refuse the assistant of another one.
         """
-        path = self._draft_path
-        if path is None:
+        if self._draft is None:
             return None, layer
-        assistant = assistant_folder(path)
+        assistant = assistant_folder(self._draft.path)
         if assistant is None:
-            return summarize(path), layer
+            return self._draft, layer
         with contextlib.suppress(ModelError):
             return None, Layer.of_assistant(assistant, config)
         return None, None

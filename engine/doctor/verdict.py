@@ -17,7 +17,7 @@ from neo_desktop.engine.profiling.profile_cache import model_key, processors_key
 from neo_desktop.models.config import ModelConfig
 
 CANNOT_KEEP = "the results of checks on this computer cannot be saved"
-CHECKS_VERSION = 3  # raise it when the checks or their methods change
+CHECKS_VERSION = 4  # raise it when the checks or their methods change
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,8 @@ def _experts(rig: Rig, kind: str | None, hidden: int) -> StackedExperts:
             weight.scales.mul_(0.02)
         stacked.append(Stacked(weight, None, rows))
     gate, up, down = stacked
-    return StackedExperts(EXPERTS, gate, up, down)
+    experts = rig.config.experts
+    return StackedExperts(EXPERTS, gate, up, down, "silu" if experts is None else experts.gating)
 
 
 def _check_best(logits: Tensor, chosen: Tensor) -> None:

@@ -31,7 +31,10 @@ class Linear(Protocol):
         """Return the weight in the model's dtype; a copy if it is stored differently."""
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
-        """Write the product of x [n, in] to `out` [n, out], which must not alias x; return it."""
+        """Write the product of x [n, in] to `out` [n, out], both in the model's dtype; return it.
+
+        `out` must not alias x.
+        """
 
 
 @runtime_checkable

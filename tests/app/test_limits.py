@@ -141,8 +141,9 @@ def test_what_nobody_reads_is_not_kept_for_ever(
             async for _ in generation:
                 num_read += 1
 
-        with pytest.raises(ServiceError, match="not read for too long"):
+        with pytest.raises(ServiceError, match="not read for too long") as caught:
             await read()
+        assert caught.value.code == "unread"
         await engine_service.stop()
         return num_read
 

@@ -275,8 +275,9 @@ def test_a_request_that_took_too_long_to_prepare_is_not_begun(
         slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
         await asyncio.sleep(0.05)
         may_go_on.set()
-        with pytest.raises(ServiceError, match=r"0\.01 s"):
+        with pytest.raises(ServiceError, match=r"0\.01 s") as caught:
             await slow
+        assert caught.value.code == "timeout"
         await until(lambda: is_idle(service))
         await service.stop()
         assert not executor.prompts

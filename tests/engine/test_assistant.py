@@ -65,8 +65,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
     ("family", "has_clusters", "policy", "tokens"),
     [
         ("gemma4-e", True, "auto", 240),
-        ("gemma4-e", True, "gpu-only", 208),
-        pytest.param("gemma4-e", False, "gpu-only", 208, marks=pytest.mark.sample(0)),
+        ("gemma4-e", False, "gpu-only", 208),
         pytest.param("gemma4", False, "gpu-only", 208, marks=pytest.mark.sample(0)),
         pytest.param("gemma4-odd", False, "fastdecode", 2048, marks=pytest.mark.sample(0)),
     ],

@@ -50,7 +50,7 @@ def test_norm_may_overwrite_what_was_added(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # intended: 1 / inf is 0
 @pytest.mark.parametrize("intermediate", [96, 1024])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("how", ["silu", "gelu", ClampedGate(limit=1.5)], ids=str)
+@pytest.mark.parametrize("how", ["silu", "gelu", "relu", ClampedGate(limit=1.5)], ids=str)
 def test_gates_equal_the_decoder(
     how: Gating, intermediate: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -1,11 +1,13 @@
 """MoE on a GPU: the choice of experts equals float64's, and sums are as exact as float32's."""
 
+from functools import partial
+
 import pytest
 import torch
 from fallback_levels import Levels
 from gguf_files import STORED, small_rows
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from neo_desktop.engine.fallbacks import fallbacks
 from neo_desktop.engine.kernels import dispatch
@@ -19,6 +21,7 @@ from neo_desktop.models.linear.unpack import load_stored
 pytestmark = pytest.mark.usefixtures("kernel_level")
 DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 HIDDEN, INTERMEDIATE = 64, 64
+ACTIVATIONS = {"silu": silu, "gelu": partial(gelu, approximate="tanh"), "relu": relu}
 
 
 def made(
@@ -69,11 +72,12 @@ def expected_of(
                 continue
             one = x[row].double()
             gate, up = gates[e] @ one + gate_bias[e], ups[e] @ one + up_bias[e]
-            gated = silu(gate) * up if gating == "silu" else gelu(gate, approximate="tanh") * up
             if isinstance(gating, ClampedGate):
                 gate = gate.clamp(max=gating.limit)
                 gated = (up.clamp(-gating.limit, gating.limit) + 1) * gate
                 gated *= torch.sigmoid(gating.alpha * gate)
+            else:
+                gated = ACTIVATIONS[gating](gate) * up
             out[row] += weights[row, slot].double() * (downs[e] @ gated + down_bias[e])
     return out
 
@@ -135,11 +139,12 @@ def test_gates_that_are_clamped(
     check(experts, exact, n, 3, dtype)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_with_gelu(dtype: torch.dtype, device: torch.device) -> None:
-    """Gates as in Gemma 4."""
-    check(*made(5, None, dtype, device, gating="gelu"), 9, 3, dtype)
+@pytest.mark.parametrize("gating", ["gelu", "relu"])
+def test_other_gates(gating: Gating, dtype: torch.dtype, device: torch.device) -> None:
+    """Gates as in Gemma 4 and Nemotron-H."""
+    check(*made(5, None, dtype, device, gating=gating), 9, 3, dtype)
 
 
 @pytest.mark.sample(2)

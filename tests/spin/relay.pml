@@ -6,12 +6,12 @@
 
    here                      in the code
    ------------------------  ------------------------------------------------------------------------------
-   Launcher                  a CUDA graph's launch (engine/execute/graphs/streams.py, CudaRunner.start): puts
+   Launcher                  a CUDA graph's launch (engine/execute/backend.py, StreamBackend.start): puts
                              the nodes into the GPU's queues, in any order that the graph's edges allow
    Queue                     one hardware queue: finite, in order; its first node holds up all behind it
-   may_follow                the edges: order of each lane, and marks (engine/execute/graphs/program.py)
-   Executor                  engine/execute/graphs/executor.py: start, _submit, wait, _attempt, _end, close
-   Closer                    another thread that calls GraphExecutor.close in the middle of the work
+   may_follow                the edges: order of each lane, and marks (engine/execute/program.py)
+   Executor                  ModelRunner (engine/execute/model_runner.py): start, _submit, wait, _attempt, _end, close
+   Closer                    another thread that calls ModelRunner.close in the middle of the work
    Server, serve             Relay::work, Relay::serve and Relay::step (native/src/relay.cpp)
    Guard                     Relay::guard; one look without progress is enough here, which covers any number
    doing, goes_on            Relay::doing_ and goes_on
@@ -213,8 +213,8 @@ end:
   od
 }
 
-bool closed;    /* GraphExecutor._is_closed */
-bool gave_up;   /* GraphExecutor._stalled_relay is not None */
+bool closed;    /* ModelRunner._is_closed */
+bool gave_up;   /* ModelRunner._attempt: break_off() names a relay */
 byte num_done;
 byte left;      /* the last iteration whose blocks may be somebody else's by now */
 bool closer_ended;

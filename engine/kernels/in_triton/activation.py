@@ -19,6 +19,7 @@ def gated(gate_up: Tensor, how: Gating, out: Tensor) -> None:
     """Compute `models.expert_operators.gated` of gates and ups, `[n, 2 * intermediate]`."""
     tokens, intermediate = out.shape
     assert all(each.is_contiguous() for each in (gate_up, out))
+    assert isinstance(how, ClampedGate) or how in {"silu", "gelu", "relu"}
     clamped = how if isinstance(how, ClampedGate) else ClampedGate()
     _gated[tokens, triton.cdiv(intermediate, TILE)](
         gate_up,
@@ -46,6 +47,8 @@ def _gated(gate_up, out, alpha, limit, INTERMEDIATE: tl.constexpr, HOW: tl.const
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
         value = gate / (1.0 + tl.exp2(-alpha * gate * LOG2_E))
+    elif HOW == "relu":
+        value = tl.maximum(gate, 0.0)
     else:
         inner = gate
         if HOW == "gelu":  # (1 + tanh(z)) / 2 is the logistic function of 2 * z
