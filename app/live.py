@@ -48,7 +48,7 @@ class EngineFeed:
         self._forget(None)
 
     def _forget(self, service: EngineService | None) -> None:
-        self._service = service  # whom the rest is of
+        self._service = service  # gave the values below
         self._asked: asyncio.Task[LiveView] | None = None
         self._seen: LiveView | None = None
         self._seen_s = float("-inf")

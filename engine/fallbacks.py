@@ -168,9 +168,11 @@ class Fallbacks:
             name = given.removeprefix(VARIABLE_PREFIX).lower()
             if name not in MECHANISMS:
                 raise ValueError(f"{given}: there is no such mechanism, only {', '.join(MECHANISMS)}")
-            if level not in (names := [each.name for each in MECHANISMS[name].levels]):
-                raise ValueError(f"{given} may be one of {', '.join(names)}, not {level!r}")
-            self._lowered[name] = names.index(level), f"{variable(name)} asks for it"
+            try:
+                position = MECHANISMS[name].position(level)
+            except ValueError as error:
+                raise ValueError(f"{given}: {error}") from None
+            self._lowered[name] = position, f"{given} asks for it"
 
     def level(self, mechanism: str) -> str:
         return MECHANISMS[mechanism].levels[self._position(mechanism)].name

@@ -1,4 +1,10 @@
-"""The engine's process: loads a model, then runs the engine's loop between two pipes; prints go to stderr."""
+"""The engine's process: loads a model, then runs the engine's loop between two pipes.
+
+    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, and the child ends
+    stdout  events, log messages
+
+Prints go to stderr in place of both.
+"""
 
 import faulthandler
 import gc

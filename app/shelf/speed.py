@@ -32,7 +32,7 @@ class MachineFigures:
     gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
     host: HostPreset
     has_gpu: bool
-    source: str  # source of the figures
+    source: str  # of the figures, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
     arrived: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> Tensor:
-        wait_for_gpu(arrived, DEFAULT_TIMEOUT.watch(), "a copy of results")
+        wait_for_gpu(arrived.query, DEFAULT_TIMEOUT.watch(), "a copy of results")
         return on_host
 
     return wait
@@ -96,11 +96,12 @@ class HostBuffer:
 
 
 def wait_for_gpu(
-    work: torch.cuda.Stream | torch.cuda.Event, watch: Watchdog, what: str = "its work", timeout: float = 1.0
+    has_ended: Callable[[], bool], watch: Watchdog, what: str = "its work", timeout: float = 1.0
 ) -> None:
     """Block until work on a stream, or before an event, has ended.
 
     Args:
+        has_ended: `query` of the stream or event.
         what: Name of the work, for the error message.
         timeout: In units of the watchdog's.
 
@@ -110,12 +111,12 @@ def wait_for_gpu(
         DeviceLostError: The GPU is lost to this process.
     """
     try:
-        has_ended = watch.wait_until(work.query, timeout)
+        is_in_time = watch.wait_until(has_ended, timeout)
     except RuntimeError as error:
         if is_device_lost(error):
             raise device_lost(error) from error
         raise
-    if not has_ended:
+    if not is_in_time:
         raise DeviceStalledError(
             f"the GPU did not end {what} {watch.words}; it no longer answers, and the engine must be started "
             "again"

@@ -41,7 +41,7 @@ class _Event:
         self._timeout = lane.timeout
 
     def wait(self) -> None:
-        wait_for_gpu(self._event, self._watch, self._what, self._timeout)
+        wait_for_gpu(self._event.query, self._watch, self._what, self._timeout)
         self._watch.tick()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
@@ -108,12 +108,12 @@ class StreamLane(WorkLane):
         for event in self._passed:  # in order, so that an error names the stalled stage
             event.wait()
         self._passed.clear()
-        wait_for_gpu(self.stream, self._watch, f"what is on its stream {self.name!r}", self.timeout)
+        wait_for_gpu(self.stream.query, self._watch, f"what is on its stream {self.name!r}", self.timeout)
 
     def close(self) -> None:
         """Block until the stream is empty, unless the GPU is lost."""
         with suppress(RuntimeError):  # waits for the work raise this error
-            wait_for_gpu(self.stream, self._watch)
+            wait_for_gpu(self.stream.query, self._watch)
 
     @contextmanager
     def _timed(self, stage: Stage) -> Iterator[None]:

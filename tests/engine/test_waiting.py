@@ -64,7 +64,7 @@ class Queries:
 
 def test_a_gpu_that_never_answers_is_given_up_in_words() -> None:
     with pytest.raises(DeviceStalledError) as caught:
-        wait_for_gpu(Queries(False), Watchdog(0.2, predicted_ms=7), "'linear' in layer 3")  # type: ignore[arg-type]
+        wait_for_gpu(Queries(False).query, Watchdog(0.2, predicted_ms=7), "'linear' in layer 3")
     assert str(caught.value) == (
         "the GPU did not end 'linear' in layer 3 within 0.2 s; the whole iteration should take 7 ms; it no "
         "longer answers, and the engine must be started again"
@@ -74,7 +74,7 @@ def test_a_gpu_that_never_answers_is_given_up_in_words() -> None:
 def test_an_error_that_the_gpu_does_not_come_back_from_is_told_as_such() -> None:
     error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
     with pytest.raises(DeviceLostError, match="an illegal memory access was encountered"):
-        wait_for_gpu(Queries(False, error), Watchdog(9))  # type: ignore[arg-type]
+        wait_for_gpu(Queries(False, error).query, Watchdog(9))
 
 
 def test_patience_grows_with_what_an_iteration_should_take() -> None:

@@ -1,7 +1,6 @@
 """A failure in an iteration on a GPU is reported, worked around, or ends the engine; nothing is lost."""
 
 import threading
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -242,7 +241,7 @@ class Unanswering(ImitatedBackend):
             return self.num_runs <= 2 or self.num_waits <= 0
 
         try:
-            wait_for_gpu(SimpleNamespace(query=query), Watchdog(0.3), "a graph")  # type: ignore[arg-type]
+            wait_for_gpu(query, Watchdog(0.3), "a graph")
         except DeviceStalledError:
             self.num_waits -= 1
             raise

@@ -138,8 +138,12 @@ def test_all_that_is_needed_is_launched_before_the_first_iteration(
             self.kernel = kernel
 
         def __getitem__(self, grid: object) -> object:
-            return lambda *_, CODING, **constants: launched.add(  # noqa: N803
-                (str(self.kernel), constants.get("COUNT", constants.get("IS_FIRST")), CODING.group)
+            return lambda *_, **constants: launched.add(
+                (
+                    str(self.kernel),
+                    constants.get("COUNT", constants.get("IS_FIRST")),
+                    constants["CODING"].group,
+                )
             )
 
     for name in (

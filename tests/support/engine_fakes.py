@@ -13,10 +13,14 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv_tier import KVTier
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.tokenizer import DecodeStream
 
 
-class LetterStream:
+class LetterStream(DecodeStream):
     """A stream with token 0 as "a", token 1 as "b", and so on."""
+
+    def __init__(self) -> None:
+        """Need no tokenizer."""
 
     def step(self, token_id: int) -> str:
         return chr(ord("a") + token_id % 26)
@@ -43,7 +47,7 @@ def make_request(
         arrival=arrival,
         max_context_tokens=max_context_tokens,
         eos_token_ids=eos_token_ids,
-        text=IncrementalText(LetterStream(), params.stop),  # type: ignore[arg-type]
+        text=IncrementalText(LetterStream(), params.stop),
     )
 
 

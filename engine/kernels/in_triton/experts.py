@@ -153,21 +153,21 @@ def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:
 
 
 def multiply_floats(
-    x: Tensor, per_row: int, matrix: Stacked, weight: Tensor, ids: Tensor, blocks: Tensor, out: Tensor
+    x: Tensor, per_row: int, matrix: Stacked, weight: Tensor, ids: Tensor, pairs: Tensor, out: Tensor
 ) -> None:
     """Multiply by experts' float matrices into `out`; arguments as in `quantised.multiply_pairs`."""
     assert weight.is_contiguous()
     assert weight.shape[1] % STEP == 0
     assert x.stride(1) == out.stride(1) == 1
-    is_large = blocks.shape[1] > BLOCK
+    is_large = pairs.shape[1] > BLOCK
     rows = LARGE_ROWS if is_large else ROWS
     assert matrix.rows % rows == 0
-    _multiply_blocks[len(blocks), matrix.rows // rows](
+    _multiply_blocks[len(pairs), matrix.rows // rows](
         x,
         weight,
         out if matrix.bias is None else matrix.bias,
         ids,
-        blocks,
+        pairs,
         out,
         matrix.rows,
         weight.shape[1],
@@ -175,7 +175,7 @@ def multiply_floats(
         out.stride(0),
         per_row,
         HAS_BIAS=matrix.bias is not None,
-        COUNT=blocks.shape[1],
+        COUNT=pairs.shape[1],
         ROWS=rows,
         STEP=STEP,
         num_warps=4,

@@ -60,7 +60,7 @@ def _multiply_integers(  # noqa: PLR0912, PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, pairs, per_row: ids, blocks, per_row of `quantised.multiply_pairs`
+    ids,  # ids, pairs, per_row: see `quantised.multiply_pairs`
     pairs,
     per_row,
     out,

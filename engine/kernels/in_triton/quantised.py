@@ -62,7 +62,7 @@ class Product:
     rows: int  # of a matrix
     out: Tensor  # a row is contiguous
     count: int  # rows of inputs, or pairs per block
-    # ids, blocks and per_row of `multiply_pairs`; None: all inputs meet one matrix
+    # ids, pairs and per_row of `multiply_pairs`; None: all inputs meet one matrix
     pairs: tuple[Tensor, Tensor, int] | None = None
 
     def grid(self, rows: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def multiply_pairs(
     bias: Tensor | None,
     rows: int,
     ids: Tensor,
-    blocks: Tensor,
+    pairs: Tensor,
     out: Tensor,
 ) -> None:
     """Multiply rows by the matrices of their experts into `out`; see `experts`.
@@ -154,12 +154,12 @@ def multiply_pairs(
         bias: [experts * rows]
         rows: Matrix rows per expert, a multiple of 64.
         ids: [pairs] int32: the pairs' experts.
-        blocks: [blocks, count] int32: pairs; count is 1, 4, 8, 16 or 64.
+        pairs: [blocks, count] int32: numbers of pairs; count is 1, 4, 8, 16 or 64.
         out: [pairs, rows] in the dtype of x; a row is contiguous.
     """
-    count = blocks.shape[1]
+    count = pairs.shape[1]
     assert out.stride(1) == 1
-    product = Product(weight, bias, rows, out, count, (ids, blocks, per_row))
+    product = Product(weight, bias, rows, out, count, (ids, pairs, per_row))
     if isinstance(x, Rounded):
         _multiply_by_integers(x, product, count)
     elif count > PLAIN_ROWS:

@@ -20,7 +20,7 @@ def _multiply_tiles(  # noqa: PLR0915
     scale_units,
     minimum_units,
     bias,
-    ids,  # ids, pairs, per_row: ids, blocks, per_row of `quantised.multiply_pairs`
+    ids,  # ids, pairs, per_row: see `quantised.multiply_pairs`
     pairs,
     per_row,
     out,
